@@ -12,8 +12,8 @@ from auto3d.schedule.operation import Kind, Schedule
 class MessageCost:
     """The cost of messages between a stage and the next one.
 
-    A message takes ``latency`` and, for each micro-batch in it, the time of its activations (``forward``) or of their
-    gradient (``backward``): bytes over bandwidth.
+    The message of a micro-batch takes ``latency`` and the time of its activations (``forward``) or of their gradient
+    (``backward``): bytes over bandwidth.
     """
 
     latency: float = 0.0

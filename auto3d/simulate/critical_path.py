@@ -38,7 +38,7 @@ def critical_numbers(timeline: Timeline) -> list[int]:
     last_in_queue: dict[int, int] = {}  # queue -> operation whose message, or all-reduce, was the last in it
     for first, stop in timeline.spans:
         for number in range(first, stop):
-            _, after, link = work.steps[number]
+            _, after, link, lead = work.steps[number]
             bound = start[number] - (work.receive[number] if work.receive else 0.0) - close
             stays = number not in first_of_device and _free(timeline, number - 1) >= bound
             candidates = [number - 1] if stays else []
@@ -48,7 +48,7 @@ def critical_numbers(timeline: Timeline) -> list[int]:
             backwards[number] = (backwards[best] if best >= 0 else 0) + (timeline.operations[number].kind in BACKWARDS)
             if after and (link < 0 or timeline.costs.overlap):
                 queue = link if link >= 0 else -1 - timeline.device_of(timeline.operations[number])
-                if arrival[number] - after > timeline.end[number] + close:
+                if arrival[number] - after > timeline.end[number] - lead + close:
                     maker[number] = maker[last_in_queue[queue]]
                 last_in_queue[queue] = number
     last = max(
@@ -64,7 +64,7 @@ def critical_numbers(timeline: Timeline) -> list[int]:
 
 def _free(timeline: Timeline, number: int) -> float:
     """The time at which the device of the operation is free for the next one."""
-    _, after, link = timeline.work.steps[number]
+    _, after, link, _ = timeline.work.steps[number]
     return timeline.end[number] + (after if link >= 0 and not timeline.costs.overlap else 0.0)
 
 

@@ -46,11 +46,11 @@ def run_shared(work: DeviceWork, costs: Costs) -> Run:
             number = position[device]
             position[device] += 1
             end[number] = arrival[number] = free[device] = now
-            _, after, link = work.steps[number]
+            _, after, link, lead = work.steps[number]
             if after and link < 0:
                 arrival[number] = sync_free[device] = max(now, sync_free[device]) + after
             elif after and costs.overlap:
-                arrival[number] = link_free[link] = max(now, link_free[link]) + after
+                arrival[number] = link_free[link] = max(now - lead, link_free[link]) + after
             elif after:
                 free[device] = now + after
 

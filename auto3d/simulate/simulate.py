@@ -64,7 +64,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """The timeline in which each device runs its operations in order, each as soon as the device is free and its inputs
     have arrived.
 
-    - Messages from one device to another queue in the order in which they are sent.
+    - Messages from one device to another queue in the order in which they are sent. An operation on several
+      micro-batches sends each of them as soon as it is done; all have arrived when the last one has.
     - If messages do not overlap compute, a message occupies its sender from the end of the operation that sends it. It
       occupies its receiver for the same time, from when the receiver comes to the operation that needs it, but not
       before the sender begins.
@@ -128,7 +129,7 @@ def _run_independent(
                 elif time < 0.0:
                     break
             else:
-                duration, after, link = steps[number]
+                duration, after, link, lead = steps[number]
                 if receive:
                     begin += receive[number]
                 start[number] = begin
@@ -138,8 +139,10 @@ def _run_independent(
                         leave = sync_free[device]
                         arrival[number] = sync_free[device] = (clock if clock > leave else leave) + after
                     elif overlap:
-                        leave = link_free[link]
-                        arrival[number] = link_free[link] = (clock if clock > leave else leave) + after
+                        leave = clock - lead
+                        if link_free[link] > leave:
+                            leave = link_free[link]
+                        arrival[number] = link_free[link] = leave + after
                     else:
                         clock += after
                 woken = waiter[number]

@@ -38,7 +38,7 @@ def trace(timeline: Timeline, *, seconds_per_unit: float = 1.0, tp: int = 1) -> 
         add(device, "compute", str(operation), timeline.start[number], end)
         if exposed := exposed_collectives(timeline, number, recomputes=number in inside):
             add(device, "collectives of the tensor-parallel group", f"collectives of {operation}", end - exposed, end)
-        _, after, link = timeline.work.steps[number]
+        _, after, link, _ = timeline.work.steps[number]
         if after and link >= 0:
             sent = timeline.arrival[number] if timeline.costs.overlap else end + after
             add(device, f"send to device {receiver_of[link]}", f"send {operation}", sent - after, sent)

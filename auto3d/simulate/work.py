@@ -8,10 +8,11 @@ from auto3d.schedule.dependencies import bounds, dependencies, numbered
 from auto3d.schedule.operation import Kind, Operation, Schedule
 from auto3d.simulate.costs import Costs
 
-Step = tuple[float, float, int]
-"""(duration of an operation, time of the message or all-reduce that follows it, number of the message's link or -1).
+Step = tuple[float, float, int, float]
+"""(duration of an operation, time of its messages or of the all-reduce after it, number of their link or -1, lead).
 
-Equal operations have the same tuple.
+The lead is how long before the end of the operation its first message leaves: 0, unless it runs several micro-batches
+and sends each of them as soon as it is done. Equal operations have the same tuple.
 """
 
 
@@ -35,22 +36,20 @@ def lay_out(schedule: Schedule, costs: Costs) -> DeviceWork:
     step_of = _Steps(schedule, costs)
     steps = [step_of[o.kind, o.stage, o.pipe, len(o.micro_batches)] for o in operations]
     for number, count in recomputed_inside(schedule).items():
-        stage, pipe = operations[number].stage, operations[number].pipe
-        duration, after, link = steps[number]
-        steps[number] = duration + count * step_of[Kind.RECOMPUTE, stage, pipe, 1][0], after, link
+        operation = operations[number]
+        duration, after, link, _ = steps[number]
+        duration += count * step_of[Kind.RECOMPUTE, operation.stage, operation.pipe, 1][0]
+        steps[number] = duration, after, link, _lead(duration, after, len(operation.micro_batches))
     if costs.by_operation:
         steps = [
-            (time, after if link >= 0 or operation.kind is Kind.SYNC else 0.0, link)
-            for operation, (_, _, link), (time, after) in zip(operations, steps, costs.by_operation, strict=True)
+            _measured(operation, link, *times)
+            for operation, (_, _, link, _), times in zip(operations, steps, costs.by_operation, strict=True)
         ]
     for group in groups.values():
         last_of = {schedule.device_of[operations[n].stage, operations[n].pipe]: n for n in group}
         for number in set(group).difference(last_of.values()):
-            steps[number] = (
-                0.0,
-                0.0,
-                -1,
-            )  # a device with a stage on several pipes adds their gradients and reduces them once
+            # A device with a stage on several pipes adds their gradients and reduces them once.
+            steps[number] = 0.0, 0.0, -1, 0.0
     receive = [] if costs.overlap else _receives(device_bounds, steps, waits)
     return DeviceWork(bounds=device_bounds, steps=steps, links=step_of.links, waits=waits, receive=receive)
 
@@ -68,24 +67,41 @@ class _Steps(dict[tuple[Kind, int, int, int], Step]):
         device = self.schedule.device_of[stage, pipe]
         micro_batches = count / self.schedule.parts
         if kind is Kind.SYNC:
-            step = 0.0, self.costs.sync[stage], -1
+            step = 0.0, self.costs.sync[stage], -1, 0.0
         elif kind is Kind.UPDATE:
-            step = self.costs.update[stage] / self.costs.speed[device], 0.0, -1
+            step = self.costs.update[stage] / self.costs.speed[device], 0.0, -1, 0.0
         else:
             duration = micro_batches * self.costs.times_of(kind)[stage] / self.costs.speed[device]
-            step = duration, *self._message(kind, stage, pipe, micro_batches)
+            message, link = self._message(kind, stage, pipe)
+            step = duration, count * message, link, _lead(duration, count * message, count)
         self[key] = step
         return step
 
-    def _message(self, kind: Kind, stage: int, pipe: int, micro_batches: float) -> tuple[float, int]:
-        """The time and the link of the message that an operation sends; (0, -1) if it sends none to another device."""
+    def _message(self, kind: Kind, stage: int, pipe: int) -> tuple[float, int]:
+        """The time and the link of each message of an operation; (0, -1) if it sends none to another device."""
         receiver = {Kind.FORWARD: stage + 1, Kind.BACKWARD: stage - 1, Kind.BACKWARD_INPUT: stage - 1}.get(kind, -1)
         sender, to = self.schedule.device_of[stage, pipe], self.schedule.device_of.get((receiver, pipe))
         if to is None or to == sender:
             return 0.0, -1
         costs = self.costs.messages[min(stage, receiver)]
-        time = costs.latency + micro_batches * (costs.forward if receiver > stage else costs.backward)
+        time = costs.latency + (costs.forward if receiver > stage else costs.backward) / self.schedule.parts
         return time, self.links.setdefault((sender, to), len(self.links))
+
+
+def _measured(operation: Operation, link: int, duration: float, after: float) -> Step:
+    """The step of an operation with a time of its own."""
+    if link < 0 and operation.kind is not Kind.SYNC:
+        after = 0.0
+    return duration, after, link, _lead(duration, after, len(operation.micro_batches))
+
+
+def _lead(duration: float, messages: float, count: int) -> float:
+    """The lead of an operation on ``count`` micro-batches, whose messages take so long together.
+
+    They go one after the other, each as soon as its micro-batch is done. All but the last one run while the operation
+    does, as far as they fit.
+    """
+    return (count - 1) / count * min(messages, duration) if count > 1 else 0.0
 
 
 def recomputed_inside(schedule: Schedule) -> dict[int, int]:
@@ -149,7 +165,7 @@ def _receives(bounds: list[int], steps: list[Step], waits: list[tuple[int, ...]]
         for number in range(first, stop):
             for needed in waits[number]:
                 if needed < first or needed >= stop:
-                    _, after, link = steps[needed]
+                    _, after, link, _ = steps[needed]
                     if link >= 0 and not received[needed]:
                         received[needed] = True
                         receive[number] += after

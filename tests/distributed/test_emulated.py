@@ -167,8 +167,9 @@ def run_virtually(world, plan: Plan, settings: TrainingSettings) -> tuple[list[f
         ("interleaved-1f1b", 1, 4, 8, {}),
         ("chimera", 1, 4, 4, {}),
         ("chimera", 1, 4, 6, {"sync": "eager"}),
+        ("chimera", 1, 4, 8, {"scale": "doubling"}),
         ("zb-h1", 1, 4, 5, {}),
-        *soak(("zb-v", 1, 4, 8, {}), ("chimera", 2, 2, 4, {}), ("dualpipe-v", 1, 4, 8, {})),
+        *soak(("zb-v", 1, 4, 8, {}), ("chimera", 2, 2, 4, {"scale": "halving"}), ("dualpipe-v", 1, 4, 8, {})),
     ],
 )
 def test_messages_and_sums_of_given_times_are_those_of_the_simulator(
@@ -188,9 +189,12 @@ def test_messages_and_sums_of_given_times_are_those_of_the_simulator(
     timeline = simulate(schedule, emulation.costs(graph, plan.stages, schedule, dp=dp))
     ranks = processes.run(plan.ranks, run_virtually, plan, replace(SETTINGS, emulation=emulation))
     for device, placed in enumerate(plan.placement):
-        wanted = [timeline.end[n] for n in timeline.numbers(device) if timeline.end[n] > timeline.start[n]]
+        operations = [n for n in timeline.numbers(device) if timeline.end[n] > timeline.start[n]]
+        last_pieces = list(accumulate(len(timeline.operations[n].micro_batches) for n in operations))
         for rank in placed:
-            assert ranks[rank][0] == pytest.approx(wanted)
+            ends, _ = ranks[rank]
+            assert len(ends) == last_pieces[-1], "one piece of work for each micro-batch of an operation"
+            assert [ends[last - 1] for last in last_pieces] == pytest.approx([timeline.end[n] for n in operations])
     assert max(end for _, end in ranks) == pytest.approx(timeline.makespan)
 
 

@@ -71,8 +71,8 @@ def reference_times(schedule: Schedule, costs: Costs) -> dict[Place, tuple[float
         operation = at(place)
         forward = operation.kind is Kind.FORWARD
         link = costs.messages[operation.stage if forward else operation.stage - 1]
-        micro_batches = len(operation.micro_batches) / schedule.parts
-        return link.latency + micro_batches * (link.forward if forward else link.backward)
+        each = link.latency + (link.forward if forward else link.backward) / schedule.parts
+        return len(operation.micro_batches) * each
 
     @cache
     def free(place: Place) -> float:
@@ -81,12 +81,19 @@ def reference_times(schedule: Schedule, costs: Costs) -> dict[Place, tuple[float
 
     @cache
     def arrival(place: Place) -> float:
-        """When the message has arrived, behind earlier messages of the same direction, if messages overlap compute."""
+        """When the last message has arrived, if messages overlap compute.
+
+        Each is behind earlier ones of the same direction, and leaves when its micro-batch is done.
+        """
         device, index = place
         if not message(place):
             return end(place)
         before = [p for p in ((device, i) for i in range(index)) if receiver(p) == receiver(place) and message(p)]
-        return max([end(place)] + [arrival(p) for p in before]) + message(place)
+        count, last = len(at(place).micro_batches), max([0.0] + [arrival(p) for p in before])
+        for number in range(count):
+            done = end(place) - duration(place) * (count - 1 - number) / count
+            last = max(last, done) + message(place) / count
+        return last
 
     def first_to_receive(place: Place, source: Place) -> bool:
         device, index = place

@@ -48,7 +48,7 @@ def test_equal_to_the_reference(seed):
 def test_times_of_single_operations_replace_those_of_stages(seed):
     schedule, costs = random_case(seed)
     wanted = simulate(schedule, costs)
-    times = tuple((seconds, after) for seconds, after, _ in wanted.work.steps)
+    times = tuple((seconds, after) for seconds, after, *_ in wanted.work.steps)
     found = simulate(schedule, replace(uniform(schedule), overlap=costs.overlap, by_operation=times))
     assert (found.start, found.end, found.arrival) == (wanted.start, wanted.end, wanted.arrival)
     assert found.syncs == wanted.syncs
@@ -83,10 +83,10 @@ def test_the_critical_path_has_no_slack(seed):
     for one, next_one in itertools.pairwise(path):
         gap = timeline.start[next_one] - receive[next_one] - timeline.end[one]
         if gap > 1e-9:
-            _, after, link = timeline.work.steps[one]
+            _, after, link, _ = timeline.work.steps[one]
             assert after > 0
             assert gap <= after + 1e-9 or link < 0 or queued
-    _, after, _ = timeline.work.steps[path[-1]]
+    _, after, *_ = timeline.work.steps[path[-1]]
     assert timeline.end[path[-1]] + after >= timeline.makespan - 1e-9
 
 
@@ -98,6 +98,14 @@ def test_a_message_waits_only_for_earlier_ones_of_its_direction():
     assert [timeline.arrival[n] for n in (0, 1, 6, 7)] == [4, 7, 10.5, 12]
     # The message of F1 leaves when that of F0 has arrived, so F0 is on the path. So is B0@1, for the message of B1@1.
     assert [str(o) for o in critical_path(timeline)] == ["F0@0", "F1@1", "B0@1", "B1@0"]
+
+
+@pytest.mark.parametrize(("message", "begin"), [(2.0, 6.0 + 2.0), (5.0, 3.0 + 2 * 5.0)])
+def test_an_operation_on_several_micro_batches_sends_each_once_it_is_done(message, begin):
+    """Each forward takes 3. The first message leaves halfway through F0+1, and the second follows it."""
+    schedule = by_hand("F0+1@0 B0@0 B1@0", "F0+1@1 B0@1 B1@1")
+    costs = replaced(uniform(schedule, forward=3, backward=1), messages=(MessageCost(forward=message),))
+    assert simulate(schedule, costs).start[3] == begin
 
 
 def test_messages_without_overlap_occupy_both_ends():
