@@ -6,6 +6,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from auto3d.runtime.world import World, leave
@@ -13,6 +14,7 @@ from launch.run.ranks import die_with_parent
 from tests.models import num_captures
 
 CASE_TIMEOUT_S = 120
+import_module("transformers.optimization")  # 260 modules, which else each rank imports, again after every fork
 
 
 class ProcessPool:

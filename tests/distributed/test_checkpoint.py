@@ -81,11 +81,11 @@ CLIP_NOTHING = replace(ADAMW, clip_norm=0.0)
     ("model", "degrees", "options", "optimizer"),
     [
         ("gpt2", {"dp": 2, "pp": 2}, {"schedule": "1f1b"}, ADAMW),
-        ("t5", {"dp": 1, "pp": 2}, {"schedule": "zb-v"}, ADAMW),
         ("gpt2", {"dp": 2, "pp": 2}, {"schedule": "1f1b", "shard_optimizer": True}, ADAMW),
         ("llama", {"dp": 1, "pp": 2}, {"schedule": "pipedream", "options": {"iterations": 2}}, CLIP_NOTHING),
         ("gpt2-dropout", {"dp": 1}, BY_NAME["v-2-recompute"].choices, ADAMW),
         *soak(
+            ("t5", {"dp": 1, "pp": 2}, {"schedule": "zb-v"}, ADAMW),
             ("gpt2", {"dp": 1, "pp": 2}, {"schedule": "chimera"}, SGD),
             ("t5-dropout", {"dp": 1}, BY_NAME["two-way-4-recompute"].choices, SGD),
             ("t5", {"dp": 1, "tp": 2, "pp": 2}, {"schedule": "zb-h1", "sequence_parallel": True}, SGD),
@@ -143,8 +143,8 @@ def four_heads():
     ("source", "targets"),
     [
         ("dp2-pp2-zero1", ("one", "dp4", "dp4-zero1", "tp2-pp2", "tp2-synthesized")),
-        ("tp2-dp2-zero1", ("pp4", "chimera", "tp4", "dp4-zero1")),
-        ("synthesized", ("one", "dp4-zero1")),
+        ("tp2-dp2-zero1", ("pp4", "chimera", "tp4")),
+        ("synthesized", ("dp4-zero1",)),
         *soak(*((source, tuple(TO)) for source in FROM)),
     ],
 )

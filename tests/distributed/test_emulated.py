@@ -300,8 +300,8 @@ def run_noting_collectives(world, model: str, plan: Plan, settings: TrainingSett
 @pytest.mark.parametrize(
     ("model", "name", "dp", "pp", "options"),
     [
-        ("gpt2", "1f1b", 1, 2, {"recompute": "full"}),
-        ("gpt2", "zb-h1", 1, 2, {"sequence_parallel": True}),
+        ("gpt2", "1f1b", 1, 2, {"recompute": "full", "sequence_parallel": True}),
+        *soak(("gpt2", "1f1b", 1, 2, {"recompute": "full"}), ("gpt2", "zb-h1", 1, 2, {"sequence_parallel": True})),
         *soak(("t5", "chimera", 1, 2, {}), ("llama", "1f1b", 2, 1, {})),
         *soak(("gpt2", "1f1b", 1, 2, {"recompute": "full", "tensor_overlap": SUB_PIPELINED})),
         ("t5", "zb-h1", 1, 2, {"tensor_overlap": SUB_PIPELINED}),

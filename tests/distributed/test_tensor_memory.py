@@ -30,7 +30,7 @@ SLACK = 15e6  # activations, buffers of gloo
 
 
 def wide_gpt2() -> GPT2LMHeadModel:
-    sizes = {"n_layer": 6, "n_embd": 768, "n_head": 8, "n_positions": 16, "vocab_size": 1024}
+    sizes = {"n_layer": 4, "n_embd": 768, "n_head": 8, "n_positions": 16, "vocab_size": 1024}
     return GPT2LMHeadModel(GPT2Config(use_cache=False, bos_token_id=0, eos_token_id=0, **sizes))
 
 

@@ -18,6 +18,7 @@ from auto3d.plan import stages_between
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from tests.models import MODELS, captured
+from tests.soak import soak
 
 CPU = torch.device("cpu")
 MICRO_BATCH_SIZE = 4
@@ -173,7 +174,12 @@ def assert_equal(found: torch.nn.Module, expected: torch.nn.Module) -> None:
             assert (own[name] - value).abs().max() <= 1e-6 * value.abs().max() + 1e-9, name
 
 
-@pytest.mark.parametrize("model", [model for model in MODELS if model != "gpt2-dropout"])
+ALIKE = ("bert", "bert-pretraining", "llama", "vit")  # chains of blocks, as others are
+
+
+@pytest.mark.parametrize(
+    "model", [*(model for model in MODELS if model not in (*ALIKE, "gpt2-dropout")), *soak(*ALIKE)]
+)
 def test_the_sequence_computes_what_the_model_computes(model):
     torch.manual_seed(1)
     expected = MODELS[model][0]()

@@ -13,6 +13,7 @@ from auto3d.plan import Plan, stages_between
 from auto3d.search.make import PlanMaker, shortage_of
 from auto3d.search.space import Candidate
 from tests.search.cases import random_case
+from tests.soak import soak
 
 SEEDS = (1, 8, 9, 12, 18, 24, 38)  # cases in which some candidates fit only with other than the fastest stages
 
@@ -59,7 +60,7 @@ def short_cases(schedule: str, recompute: str | float) -> Iterator[tuple[PlanMak
 
 
 @pytest.mark.parametrize(
-    ("schedule", "recompute"), [("1f1b", "none"), ("gpipe", "full"), ("1f1b", 0.4), ("zb-h1", "none")]
+    ("schedule", "recompute"), [("1f1b", "none"), ("gpipe", "full"), ("1f1b", 0.4), *soak(("zb-h1", "none"))]
 )
 def test_too_little_memory_gives_the_fastest_stages_that_fit(schedule, recompute):
     """One stage on each device; clusters of one and of two kinds of devices."""
@@ -77,7 +78,7 @@ def test_too_little_memory_gives_the_fastest_stages_that_fit(schedule, recompute
     assert refused > 10
 
 
-@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "chimera"])
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", *soak("chimera")])
 def test_devices_with_several_stages_get_stages_that_fit(schedule):
     """The search for them is no proof, but it finds most, and as fast ones."""
     fitting = found = 0

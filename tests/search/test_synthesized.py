@@ -98,7 +98,7 @@ MODELS = [
 
 @pytest.mark.parametrize("sync", ["lazy", *soak("eager")])
 @pytest.mark.parametrize("model", MODELS, ids=str)
-@pytest.mark.parametrize("fraction", [0.7, 0.5, *soak(1.1, 0.9, 0.6, 0.4)])
+@pytest.mark.parametrize("fraction", [0.5, *soak(1.1, 0.9, 0.7, 0.6, 0.4)])
 def test_it_is_never_slower_than_any_schedule_by_rule(model, fraction, sync):
     """However short the search: of all that fit the same memory and recompute as it may, some with kept parts."""
     one = replace(CANDIDATE, pp=model["devices"], sync=sync)
@@ -168,7 +168,7 @@ def test_no_order_is_shorter_than_the_bound():
     assert min(bounds) <= maker.model.seconds(maker.with_best_order(CANDIDATE, plans))
 
 
-@pytest.mark.parametrize("choices", [{"sync": "eager"}, {"recompute": "auto"}], ids=str)
+@pytest.mark.parametrize("choices", [{"recompute": "auto"}, *soak({"sync": "eager"})], ids=str)
 def test_no_plan_with_the_same_stages_is_shorter_than_the_certificate(choices):
     _, maker = case(memory=2e9)
     candidate = replace(CANDIDATE, **choices)

@@ -32,11 +32,9 @@ def sweeps(cluster, tmp_path):
     return Sweeps(cluster, tmp_path)
 
 
-# SLURM binds these GPUs as those of gpus_per_node. Two trials at once on one node ask for none by name, too.
-ALIKE = [pytest.param(asked, marks=pytest.mark.soak) for asked in ("launch.gres=gpu:2", "cluster.accelerator=null")]
-
-
-@pytest.mark.parametrize("asked", ["launch.gpus_per_node=2", *ALIKE])
+# The suite has two trials at once on one node, and a training on two nodes that asks for GPUs by name.
+@pytest.mark.soak
+@pytest.mark.parametrize("asked", ["launch.gpus_per_node=2", "launch.gres=gpu:2", "cluster.accelerator=null"])
 def test_ranks_of_a_trial_see_the_gpus_of_their_node(sweeps, asked):
     """As many as were asked for by name, or as there are ranks on a node."""
     shape = ["cluster.nodes=2", "cluster.devices_per_node=2", "search.dp=[2]", "launch.nodelist=n[1-2]"]

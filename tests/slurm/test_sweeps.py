@@ -14,7 +14,6 @@ from launch.store.manifest import Entry, Manifest, State
 from tests.slurm.conftest import PROGRAM, REPOSITORY, wait_for
 from tests.slurm.sweeps import LONG, OWN, SAVED_S, Sweeps, end, ranks_on, statuses
 from tests.slurm.test_dev_cluster import pids
-from tests.soak import soak
 
 SMALL_GPT = [  # overrides of gpt20b: one rank per node, and a model that a core trains in milliseconds
     *("model.config.n_layer=4", "model.config.n_embd=64", "model.config.n_head=4", "model.config.n_positions=64"),
@@ -36,8 +35,10 @@ def sweeps(cluster, emptied_folder):
 # Results
 
 
-# On four nodes; tests/slurm/test_training.py trains on two as on this machine, to the last bit of the weights.
-@pytest.mark.parametrize(("dp", "pp"), [("[2]", "[2]"), *soak(("[1,2]", "[1,2]"))])
+# tests/slurm/test_training.py trains on two nodes as on this machine, to the last bit of the weights, and
+# tests/slurm/test_train_templates.py under a plan with both degrees.
+@pytest.mark.soak
+@pytest.mark.parametrize(("dp", "pp"), [("[2]", "[2]"), ("[1,2]", "[1,2]")])
 def test_losses_on_one_two_and_four_nodes_are_those_of_this_machine(sweeps, dp, pp):
     space = [f"search.dp={dp}", f"search.pp={pp}", "search.micro_batch_size=[2]", "training.threads_per_rank=1"]
     space += ["measure.iterations=2", "measure.warmup_iterations=1"]

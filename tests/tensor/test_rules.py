@@ -19,6 +19,7 @@ from auto3d.tensor.rules import RULES
 from auto3d.tensor.rules.call import Call, Inner, Rule, Way
 from auto3d.tensor.ways import calls_of, ways_of_call
 from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, Split, TensorPlacement, split_along
+from tests.soak import soak
 
 aten = torch.ops.aten
 
@@ -392,7 +393,11 @@ def ways_of(example: Example, ranks: int) -> tuple[Call, list[torch.Tensor], Rul
 CASES = [(example, 2) for example in EXAMPLES] + [(example, ranks) for example in MORE_RANKS for ranks in (3, 4)]
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: f"{n}-{CASES[n][0].operator}-{CASES[n][1]}")
+SLOW = [number for number, (_, ranks) in enumerate(CASES) if ranks > 3]  # three ranks show that there may be more
+FAST = [number for number in range(len(CASES)) if number not in SLOW]
+
+
+@pytest.mark.parametrize("number", [*FAST, *soak(*SLOW)], ids=lambda n: f"{n}-{CASES[n][0].operator}-{CASES[n][1]}")
 def test_every_way_is_true(number):
     example, ranks = CASES[number]
     torch.manual_seed(number)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.soak import soak
 from tests.trainer.scripts import EXAMPLES, free_port, run_script
 
 TIMES = ("runtime", "per_second")  # figures that differ from run to run
@@ -24,7 +25,8 @@ def test_at_most_six_lines_differ(name):
     assert 0 < len(changed) <= 6, "\n".join(changed)
 
 
-@pytest.mark.parametrize("name", ["causal_lm", "classification", "lora"])
+# The other tests train on the script of the causal LM.
+@pytest.mark.parametrize("name", ["classification", "lora", *soak("causal_lm")])
 def test_the_pipeline_trains_as_one_process(name, processes, tmp_path):
     before, after = pair(name)
     for folder in ("one", "four"):
@@ -70,7 +72,11 @@ def launch(*command, folder: Path, processes: int):
     return subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True, env=environment)
 
 
-@pytest.mark.parametrize("launcher", [("torchrun", "--nproc-per-node=2"), ("mpirun", "-n", "2", sys.executable)])
+# tests/launch/commands/test_commands.py joins the processes of mpirun.
+MPIRUN = ("mpirun", "-n", "2", sys.executable)
+
+
+@pytest.mark.parametrize("launcher", [("torchrun", "--nproc-per-node=2"), *soak((MPIRUN,))])
 def test_a_launcher_starts_the_script(launcher, tmp_path):
     name, *rest = launcher
     done = launch(Path(sys.executable).parent / name, *rest, "script.py", folder=tmp_path, processes=2)

@@ -73,9 +73,11 @@ def test_tune_measures_this_machine_once_and_plan_says_what_it_rests_on(auto3d, 
     assert not (folder / "profiles/own-own.json").exists()
 
 
-def test_a_profile_of_a_node_serves_a_cluster_of_them(auto3d, folder, short):
+def test_a_profile_of_a_node_says_how_it_was_made_and_serves_a_cluster_of_them(auto3d, folder, short):
     """A search for several nodes captures the model at two sizes; the profile fits it at a third."""
-    auto3d("profile", "own.yaml", *HERE)
+    printed = auto3d("profile", "own.yaml", *HERE).out
+    assert "Measured: mine:make of own, 2 ranks of 1 thread" in printed
+    assert "written: profiles/own.json, profiles/own.svg" in printed
     search = ["plan", "own.yaml", *HERE, "cluster.nodes=2", "--json"]
     measured, estimated = (
         json.loads(auto3d(*search, *more).out)["candidates"] for more in ([], ["prediction.profile=none"])
@@ -83,12 +85,6 @@ def test_a_profile_of_a_node_serves_a_cluster_of_them(auto3d, folder, short):
     assert len(measured) == len(estimated) == 1
     assert measured != estimated
     assert "it was measured on mine:make of own (graph " in auto3d(*search, "model.arguments.width=8", code=2).err
-
-
-def test_the_table_says_how_it_was_made(auto3d, folder, short):
-    printed = auto3d("profile", "own.yaml", *HERE).out
-    assert "Measured: mine:make of own, 2 ranks of 1 thread" in printed
-    assert "written: profiles/own.json, profiles/own.svg" in printed
 
 
 @pytest.mark.parametrize(
