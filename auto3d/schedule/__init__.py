@@ -71,21 +71,21 @@ def schedule_of(plan: Plan) -> Schedule:
 
 
 def samples_at_once(plan: Plan) -> int:
-    """The samples of one operation of ``plan``: a micro-batch or, if the schedule splits micro-batches, a part of one.
+    """The samples of one operation of ``plan``: a micro-batch or, if the schedule splits its samples, a part of one.
 
     The replicas of a stage share these samples equally. The model is captured at this size. Raises PlanError if the
     micro-batch size does not divide equally.
     """
     schedule = schedule_of(plan)
     for replicas in sorted({stage.replicas for stage in plan.stages}):
-        samples = samples_per_replica(schedule.name, schedule.parts, plan.micro_batch_size, replicas)
+        samples = samples_per_replica(schedule.name, schedule.sample_parts, plan.micro_batch_size, replicas)
     return samples * replicas
 
 
 def samples_per_replica(name: str, parts: int, micro_batch_size: int, replicas: int = 1) -> int:
     """The samples of one operation that each of ``replicas`` replicas of a stage takes.
 
-    ``name`` is the schedule's, which runs a micro-batch in ``parts`` parts. Raises PlanError as above.
+    ``name`` is the schedule's, which runs the samples of a micro-batch in ``parts`` parts. Raises PlanError as above.
     """
     slices = parts * replicas
     if micro_batch_size % slices:

@@ -59,6 +59,8 @@ class Schedule:
     operations: tuple[tuple[Operation, ...], ...]  # per pipeline device
     recompute: frozenset[int] = frozenset()  # stages that keep only their inputs and run their forward again
     parts: int = 1  # the parts of a micro-batch; operations number parts: 2 if Chimera halves the backward
+    slices: int = 1
+    """Above 1 if the parts of a micro-batch are slices of its sequence, not of its samples; equal to ``parts`` then."""
     iterations: int = 1  # above 1 only if an iteration begins before the previous one has updated the weights
     weight_version: dict[tuple[int, int], int] = field(default_factory=dict)
     """(stage, micro-batch) -> the number of updates that the weights of its forward and backward have had.
@@ -72,6 +74,11 @@ class Schedule:
     @property
     def devices(self) -> int:
         return len(self.operations)
+
+    @property
+    def sample_parts(self) -> int:
+        """The parts into which the samples of a micro-batch are divided."""
+        return self.parts // self.slices
 
     @property
     def updates(self) -> int:

@@ -29,10 +29,16 @@ class Shape:
     device_of: dict[tuple[int, int], int] = field(hash=False)
     recompute: frozenset[int]
     parts: int
+    slices: int
     in_flight: tuple[int, ...]  # per stage: the micro-batches in flight at the peak, see auto3d.schedule.in_flight
     grows: bool  # whether more micro-batches are in flight the more an iteration has
     asynchronous: bool  # whether micro-batches see older versions of the weights
     split: frozenset[int]  # stages on which the weight half of some backward is an operation of its own
+
+    @property
+    def sample_parts(self) -> int:
+        """The parts into which the samples of a micro-batch are divided."""
+        return self.parts // self.slices
 
     @cached_property
     def pipes(self) -> int:
@@ -107,6 +113,7 @@ def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str
         device_of=listed.device_of,
         recompute=listed.recompute,
         parts=listed.parts,
+        slices=listed.slices,
         in_flight=tuple(held),
         grows=grows,
         asynchronous=bool(listed.weight_version),

@@ -163,7 +163,7 @@ class PlanMaker:
         else:
             options = schedule_options(name, given, candidate.recompute, candidate.sync, **sizes)
         form = shape(name, **sizes, options=options)
-        samples = samples_per_replica(form.name, form.parts, candidate.micro_batch_size)
+        samples = samples_per_replica(form.name, form.sample_parts, candidate.micro_batch_size)
         sequence_parallel, overlap = _tensor_choices(candidate, samples)
         plan = Plan(
             graph=self._fingerprint(samples),
@@ -247,7 +247,7 @@ class PlanMaker:
         return found
 
     def _kept_fractions(self, plan: Plan) -> KeptFractions:
-        samples = plan.micro_batch_size // shape_of(plan).parts
+        samples = plan.micro_batch_size // shape_of(plan).sample_parts
         return KeptFractions(plan, lambda stage: self.planned.starts(stage, samples))
 
     def _draft(self, form: Shape, samples: int) -> tuple[StagePlan, ...]:

@@ -62,6 +62,9 @@ class Costs:
     exposed_forward: tuple[float, ...] = ()
     exposed_backward: tuple[float, ...] = ()  # also part of ``backward_input``
     exposed_recompute: tuple[float, ...] = ()
+    # Per stage, the times of the slices of a micro-batch, which add up to the times above; empty: equal parts of them.
+    forward_of_slice: tuple[tuple[float, ...], ...] = ()
+    backward_of_slice: tuple[tuple[float, ...], ...] = ()
     # Measured times of single operations, by their number (auto3d.schedule.dependencies): the time of the operation,
     # and that of the message or all-reduce which follows it. They replace all the times above; empty: none.
     by_operation: tuple[tuple[float, float], ...] = ()
