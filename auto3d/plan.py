@@ -3,8 +3,9 @@
 A search makes Plans; the simulator and the runtime take them. A person can write a Plan by hand and run it.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, pairwise
 from json import dumps
 
@@ -45,6 +46,20 @@ class StagePlan:
 def stages_between(bounds: Sequence[int]) -> tuple[StagePlan, ...]:
     """Consecutive stages in the Graph's order; each begins at one bound and ends before the next."""
     return tuple(StagePlan(operations=((first, last),)) for first, last in pairwise(bounds))
+
+
+def stages_at(positions: Sequence[int], stages: Sequence[StagePlan]) -> tuple[StagePlan, ...]:
+    """The stages of a Graph derived from the one that ``stages`` cut, what they keep included.
+
+    ``positions`` has, for each operation of the derived Graph, the position in the other of the operation that it
+    belongs to, in ascending order.
+    """
+
+    def derived(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        found = ((bisect_left(positions, first), bisect_left(positions, last)) for first, last in spans)
+        return tuple(span for span in found if span[0] < span[1])
+
+    return tuple(replace(each, operations=derived(each.operations), kept=derived(each.kept)) for each in stages)
 
 
 def stages_of_operations(stage_of: Sequence[int]) -> tuple[StagePlan, ...]:

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from auto3d.capture.model import CapturedModel
+from auto3d.partition.stage import Stage
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.layout import RankLayout
@@ -16,7 +18,9 @@ from auto3d.runtime.materialize import materialize
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
+from auto3d.runtime.sliced_stage import SlicedStage
 from auto3d.runtime.stage import RunnableStage, StageModule
+from auto3d.runtime.stage_program import DerivedProgram
 from auto3d.runtime.sub_pipelined_stage import SubPipelinedStage
 from auto3d.runtime.tensor_group import TensorGroup, TensorParallelRank
 from auto3d.schedule.operation import Kind
@@ -116,33 +120,43 @@ class RealBackend:
         randomness: Randomness,
         group: TensorGroup | None,
     ) -> dict[PipeStage, RunnableStage]:
-        schedule = layout.schedule
-        tensor = None
-        if layout.tensor is not None:
+        schedule, model = layout.schedule, layout.tensor
+        derived = None
+        if model is not None:
             assert group is not None
-            tensor = TensorParallelRank(model=layout.tensor, group=group)
+            derived = TensorParallelRank(model=model, group=group)
         split = {o.stage for operations in schedule.operations for o in operations if o.kind is Kind.BACKWARD_INPUT}
-        model = layout.tensor
-        stage_type: Callable[..., RunnableStage] = partial(StageModule, compile=self.compile)
+        stage_type: Callable[..., Any] = partial(StageModule, compile=self.compile)
         if isinstance(model, SubPipelinedModel):
             stage_type = SubPipelinedStage
-        return {
-            (number, pipe): stage_type(
+
+        def build(stage: Stage, captured: CapturedModel, derived: DerivedProgram | None) -> Any:
+            return stage_type(
                 stage,
-                layout.captured,
+                captured,
                 state,
                 loss_weight=layout.loss_weight,
                 randomness=randomness,
                 device=self.device,
-                recompute=number in schedule.recompute,
-                kept=layout.plan.stages[number].kept,
-                split_backward=number in split,
+                recompute=stage.index in schedule.recompute,
+                kept=layout.plan.stages[stage.index].kept,
+                split_backward=stage.index in split,
                 old_weights=bool(schedule.weight_version),
-                tensor=tensor,
+                derived=derived,
                 terms=layout.target_terms,
                 loss_scale=self.loss_scale,
             )
-            for (number, pipe), stage in layout.stages.items()
+
+        if layout.slices is None:
+            return {key: build(stage, layout.captured, derived) for key, stage in layout.stages.items()}
+        programs = layout.slices.programs
+        return {
+            (number, pipe): SlicedStage(
+                layout.slices,
+                [stages[number] for stages in layout.stages_of_slices],
+                lambda stage, own: build(stage, programs[own.number], own),
+            )
+            for number, pipe in layout.stages
         }
 
 

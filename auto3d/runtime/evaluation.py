@@ -141,7 +141,7 @@ class _Evaluation:
                 | ({graph.loss} if loss and stage.has_loss else set()),
                 randomness=randomness,
                 device=rank.device,
-                tensor=tensor,
+                derived=tensor,
                 terms=layout.target_terms if loss else (),
             )
             for pipe_stage, stage in layout.stages.items()

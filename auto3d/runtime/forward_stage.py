@@ -9,16 +9,15 @@ from auto3d.capture.model import CapturedModel
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import Stage
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage_program import segment_program
+from auto3d.runtime.stage_program import DerivedProgram, segment_program
 from auto3d.runtime.target_counts import TargetCounts
-from auto3d.runtime.tensor_group import TensorParallelRank
 
 
 class ForwardStage:
     """Runs ``stage`` of ``captured`` on ``state``, by name on ``device``, without gradients.
 
     ``kept`` names values that ``forward`` returns besides those to send: the loss and outputs. If ``captured`` is the
-    program of a tensor-parallel rank, ``tensor`` runs its collectives. ``targets`` counts the targets of ``terms``.
+    program of a tensor-parallel rank, ``derived`` runs its collectives. ``targets`` counts the targets of ``terms``.
     """
 
     def __init__(
@@ -29,7 +28,7 @@ class ForwardStage:
         kept: set[str],
         randomness: Randomness,
         device: torch.device,
-        tensor: TensorParallelRank | None,
+        derived: DerivedProgram | None,
         terms: Sequence[TargetTerm] = (),
     ) -> None:
         self.stage = stage
@@ -40,7 +39,13 @@ class ForwardStage:
         (segment,) = segments(captured.graph, stage, [(0, len(captured.graph.nodes))])
         self._gives = segment.gives
         self._module, self._state, self._takes = segment_program(
-            segment, captured, randomness=randomness, device=device, deferred=None, tensor=tensor, targets=self.targets
+            segment,
+            captured,
+            randomness=randomness,
+            device=device,
+            deferred=None,
+            derived=derived,
+            targets=self.targets,
         )
 
     @torch.no_grad()

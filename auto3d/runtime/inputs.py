@@ -13,13 +13,21 @@ class MicroBatchInputs:
     """Loads what a rank's forwards take from the data.
 
     In each iteration a rank runs ``micro_batches`` micro-batches of the global batch, from number
-    ``first_micro_batch`` on. A program counts its micro-batches on through its iterations.
+    ``first_micro_batch`` on. A program counts its micro-batches on through its iterations. If it runs each in
+    ``slices`` of its sequence, it counts these, and so do both numbers; every slice takes the inputs of all.
     """
 
     def __init__(
-        self, batches: MicroBatches, *, first_micro_batch: int, micro_batches: int, device: torch.device
+        self,
+        batches: MicroBatches,
+        *,
+        first_micro_batch: int,
+        micro_batches: int,
+        slices: int = 1,
+        device: torch.device,
     ) -> None:
         self.micro_batches = micro_batches
+        self._slices = slices
         self._loader = Loader(batches, pinned_memory_of(device))
         self._first_micro_batch = first_micro_batch
         self._first_iteration = 0
@@ -33,6 +41,7 @@ class MicroBatchInputs:
             first_iteration=first_iteration,
             first_micro_batch=self._first_micro_batch,
             micro_batches=self.micro_batches,
+            slices=self._slices,
         )
         self._loader.start(needs, program.iterations)
 
@@ -43,4 +52,5 @@ class MicroBatchInputs:
     def of(self, micro_batch: int, names: Collection[str]) -> dict[str, torch.Tensor]:
         """The inputs called ``names`` of the program's ``micro_batch``, on the device; each [samples, *shape]."""
         later, index = divmod(micro_batch, self.micro_batches)
-        return self._loader.inputs(self._first_iteration + later, self._first_micro_batch + index, names)
+        number = (self._first_micro_batch + index) // self._slices
+        return self._loader.inputs(self._first_iteration + later, number, names)

@@ -5,16 +5,17 @@ memory on a device. A plan that does not fit is refused here, before any rank st
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 
 from auto3d.capture.loss_terms import LossTerms, TargetTerm, loss_terms
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.shard import Shard
 from auto3d.errors import InputError
 from auto3d.partition.stage import Stage, Transfer, cut
-from auto3d.plan import AUTO3D, Plan, PlanError
+from auto3d.plan import AUTO3D, Plan, PlanError, StagePlan
 from auto3d.runtime.gradient_sync import Holders, holders
 from auto3d.runtime.optimizer_checks import check_optimizer, exempt_names
 from auto3d.runtime.replicas import rank_program, replicas_of_devices, resplit_dimensions
@@ -24,6 +25,7 @@ from auto3d.schedule.asynchronous import check_trainable, iterations_between_flu
 from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.schedule.operation import Kind, Schedule
 from auto3d.schedule.program import PipeStage
+from auto3d.sequence.sliced import SlicedModel
 from auto3d.tensor.model import TensorParallelModel
 from auto3d.tensor_placement import WHOLE, PlacementKind, TensorPlacement
 
@@ -39,7 +41,7 @@ class PlanLayout:
     stages: tuple[Stage, ...]
     replicas: tuple[int, ...]  # number of replicas, the same for all stages of a pipeline device
     sample_dimensions: Mapping[str, int]  # dimension of samples of each value that goes to more or fewer replicas
-    terms: LossTerms  # terms of the loss of ``captured``; none if devices are emulated, which compute no loss
+    terms: LossTerms  # terms of the loss of one operation; none if devices are emulated, which compute no loss
     exempt: frozenset[str]  # parameters without weight decay
 
     @property
@@ -54,6 +56,9 @@ class RankLayout:
     captured: CapturedModel  # for the samples of this rank's slice of a micro-batch, and its shard of the weights
     plan: Plan  # its stages cut the graph of this capture
     tensor: TensorParallelModel | None  # there if and only if tp is not 1; ``captured`` is then its local program
+    slices: (
+        SlicedModel | None
+    )  # there if the schedule runs slices of the sequence; ``captured`` is that of the last one
     schedules: tuple[Schedule, ...]  # run one after the other; they differ only in their number of iterations
     device: int  # pipeline device, from 0
     pipeline: int  # number of the pipeline, from 0
@@ -62,13 +67,16 @@ class RankLayout:
     shard: int  # number of the rank in its tensor-parallel group, from 0
     model_stages: tuple[Stage, ...]  # all stages of the model, as ``captured`` has them
     stages: Mapping[PipeStage, Stage]  # stages that this rank runs
+    stages_of_slices: tuple[
+        tuple[Stage, ...], ...
+    ]  # per slice of the sequence, the model's stages; none without slices
     peers: tuple[tuple[int, ...], ...]
     """For each pipeline device, its ranks with this rank's shard in this rank's pipeline."""
     sample_dimensions: Mapping[str, int]  # dimension of samples of each value that goes to more or fewer replicas
     samples: int  # samples that all replicas of a stage run together
     exempt: frozenset[str]  # parameters without weight decay
     state_names: tuple[str, ...]  # all parameters and buffers of the model; none if devices are emulated
-    terms: LossTerms  # terms of the loss, of all samples of a micro-batch
+    terms: LossTerms  # terms of the loss of one operation, for all samples that the replicas run together
 
     @property
     def schedule(self) -> Schedule:
@@ -215,10 +223,16 @@ def lay_out_plan(
         schedules=tuple(schedules),
         stages=stages,
         replicas=replicas,
-        terms=LossTerms() if settings.emulation is not None else loss_terms(captured.exported),
+        terms=LossTerms() if settings.emulation is not None else terms_of_slice(captured, first.slices),
         exempt=exempt_names(captured, settings.optimizer.exempt),
         sample_dimensions=resplit_dimensions(captured, plan, of_ranks),  # last: it may capture the model
     )
+
+
+def terms_of_slice(captured: CapturedModel, slices: int) -> LossTerms:
+    """The terms of the loss of ``captured``, or of one of its ``slices``, of which each has an equal part of places."""
+    terms = loss_terms(captured.exported)
+    return replace(terms, counted=tuple(replace(term, places=term.places / slices) for term in terms.counted))
 
 
 def _not_compiled(plan: Plan, settings: TrainingSettings) -> str:
@@ -227,6 +241,8 @@ def _not_compiled(plan: Plan, settings: TrainingSettings) -> str:
         return "emulated devices compute nothing"
     if plan.tp > 1:
         return f"collectives would cut what is compiled at every layer; the plan has tp = {plan.tp}"
+    if schedule_of(plan).slices > 1:
+        return f"{plan.schedule} keeps keys and values of each slice for later ones, which compiled code does not"
     if any(o.kind is Kind.BACKWARD_INPUT for operations in schedule_of(plan).operations for o in operations):
         return f"{plan.schedule} splits the backward of every product, and compiled code has one backward"
     return ""
@@ -240,12 +256,14 @@ def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
     captured, plan = program.captured, program.plan
     stages = common.stages if captured is common.captured else cut(captured.graph, plan.stages)
     names = {*captured.graph.parameters, *captured.graph.buffers}
+    of_slices = () if program.slices is None else tuple(stages_of_slices(program.slices, common.plan.stages))
     if common.settings.emulation is not None:
         stages, names = common.settings.emulation.stages(stages), set()
     return RankLayout(
         captured=captured,
         plan=plan,
         tensor=program.tensor,
+        slices=program.slices,
         schedules=common.schedules,
         device=device,
         pipeline=pipeline,
@@ -254,6 +272,7 @@ def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
         shard=shard,
         model_stages=stages,
         stages={each: stages[each[0]] for each, home in common.schedule.device_of.items() if home == device},
+        stages_of_slices=of_slices,
         peers=tuple(
             ranks[pipeline * count * plan.tp : (pipeline + 1) * count * plan.tp][shard :: plan.tp]
             for ranks, count in zip(plan.placement, common.replicas, strict=True)
@@ -264,6 +283,24 @@ def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
         state_names=tuple(sorted(names)),
         terms=common.terms,
     )
+
+
+def stages_of_slices(model: SlicedModel, stages: Sequence[StagePlan]) -> list[tuple[Stage, ...]]:
+    """Per slice, the stages of its program that match ``stages`` of the whole model.
+
+    Raises PlanError if slices would exchange different values.
+    """
+    found = [cut(program.graph, model.stages(number, stages)) for number, program in enumerate(model.programs)]
+    for same in zip(*found, strict=True):
+        for one in same:
+            for mine, last in zip_longest(one.received, same[-1].received):
+                if mine != last:
+                    value = (mine or last).value
+                    raise PlanError(
+                        f"stages: {one.index} receives {value.name}, of shape {list(value.shape)}, in some slices of "
+                        "the sequence only; cut the model elsewhere"
+                    )
+    return found
 
 
 def schedules_of(plan: Plan, iterations: int) -> list[Schedule]:

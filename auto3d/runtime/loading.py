@@ -119,10 +119,12 @@ def needs_of(
     first_iteration: int,
     first_micro_batch: int,
     micro_batches: int,
+    slices: int = 1,
 ) -> list[Need]:
     """What the forwards of ``program`` need, in order; ``inputs_of`` maps a stage to the model's inputs that it uses.
 
-    This pipeline runs ``micro_batches`` micro-batches of each global batch, beginning with ``first_micro_batch``.
+    This pipeline runs ``micro_batches`` micro-batches of each global batch, beginning with ``first_micro_batch``. With
+    ``slices`` of the sequence, these numbers count slices.
     """
     needs = []
     for step in program.steps:
@@ -131,7 +133,7 @@ def needs_of(
         if operation.kind is Kind.FORWARD and names:
             for micro_batch in operation.micro_batches:
                 later, index = divmod(micro_batch, micro_batches)
-                needs.append(Need(first_iteration + later, first_micro_batch + index, names))
+                needs.append(Need(first_iteration + later, (first_micro_batch + index) // slices, names))
     return needs
 
 

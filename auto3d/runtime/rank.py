@@ -204,8 +204,8 @@ def build_rank(
     # Stages keep references to the weights, and optimizers too, so both come after them.
     randomness = Randomness(
         plan.seed,
-        first_micro_batch=layout.first_micro_batch,
-        micro_batches=layout.micro_batches,
+        first_micro_batch=layout.first_micro_batch // layout.schedule.slices,
+        micro_batches=layout.micro_batches // layout.schedule.slices,
         replica=layout.replica,
         replicas=layout.replicas,
         device=device,
@@ -336,6 +336,7 @@ def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> M
         data.micro_batches(part),
         first_micro_batch=layout.first_micro_batch,
         micro_batches=layout.micro_batches,
+        slices=layout.schedule.slices,
         device=device,
     )
 

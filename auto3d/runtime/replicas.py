@@ -8,6 +8,8 @@ from auto3d.partition.samples import made_from_samples, sample_dimensions
 from auto3d.partition.stage import Stage, same_stages
 from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan, PlanError
 from auto3d.schedule.operation import Schedule
+from auto3d.schedule.shape import shape_of
+from auto3d.sequence.sliced import SlicedModel, sliced
 from auto3d.tensor.halves import sub_pipelined
 from auto3d.tensor.model import TensorParallelModel, tensor_parallel
 
@@ -19,14 +21,21 @@ class RankProgram:
     captured: CapturedModel
     plan: Plan  # its stages cut the graph of ``captured``
     tensor: TensorParallelModel | None  # there if and only if tp is not 1; ``captured`` is then its local program
+    slices: SlicedModel | None = None
+    """There if and only if the schedule runs slices of the sequence; ``captured`` is then the program of the last one,
+    whose attention takes most."""
 
 
 def rank_program(captured: CapturedModel, plan: Plan, replicas: int) -> RankProgram:
     """What each rank of a stage with ``replicas`` runs of ``captured``, the model for all samples of a micro-batch.
 
-    A process derives each tensor-parallel program once; processes forked later share it. Raises InputError if the model
-    cannot run a slice of its samples, or if the plan's split does not fit it.
+    A process derives each program once; processes forked later share it. Raises InputError if the model cannot run a
+    slice of its samples or of its sequence, or if the plan's split does not fit it.
     """
+    if (slices := shape_of(plan).slices) > 1:
+        model = _sliced_once(captured, plan, slices)
+        last, stages = model.programs[-1], model.stages(slices - 1, plan.stages)
+        return RankProgram(captured=last, plan=replace(plan, stages=stages), tensor=None, slices=model)
     of_all = captured
     captured, plan = captured_slice(captured, plan, replicas)
     if plan.tp == 1:
@@ -39,6 +48,26 @@ def rank_program(captured: CapturedModel, plan: Plan, replicas: int) -> RankProg
         )
     graph, stages = tensor.local.graph.fingerprint, tensor.stages(plan.stages)
     return RankProgram(captured=tensor.local, plan=replace(plan, graph=graph, stages=stages), tensor=tensor)
+
+
+def _sliced_once(captured: CapturedModel, plan: Plan, slices: int) -> SlicedModel:
+    check_slices_fit(plan)
+    key = "slices of the sequence", slices
+    if key not in captured.derived:
+        captured.derived[key] = sliced(captured, slices)
+    found: SlicedModel = captured.derived[key]
+    return found
+
+
+def check_slices_fit(plan: Plan) -> None:
+    """Raise PlanError if ``plan``, whose schedule runs slices of the sequence, divides the model in other ways too."""
+    if plan.tp > 1:
+        raise PlanError(f"tp: {plan.tp}; schedule {plan.schedule} runs slices of the sequence, which takes tp = 1")
+    if any(stage.replicas > 1 for stage in plan.stages):
+        raise PlanError(
+            f"stages: one has replicas; schedule {plan.schedule} runs slices of the sequence, which takes stages "
+            "without replicas"
+        )
 
 
 def _derived_once(captured: CapturedModel, plan: Plan) -> TensorParallelModel:

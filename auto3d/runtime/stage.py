@@ -17,9 +17,8 @@ from auto3d.partition.stage import Stage
 from auto3d.runtime.loss_scale import LossScale
 from auto3d.runtime.low_precision import copies_of
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage_program import segment_program
+from auto3d.runtime.stage_program import DerivedProgram, segment_program
 from auto3d.runtime.target_counts import TargetCounts
-from auto3d.runtime.tensor_group import TensorParallelRank
 from auto3d.runtime.weight_gradients import DeferredGradients, add_gradient
 from auto3d.runtime.weight_versions import WeightVersions, new_leaf
 
@@ -116,8 +115,8 @@ class StageModule:
 
     A stage with ``recompute`` keeps only the activations of the operations in ``kept`` (ranges of positions), its
     inputs and received values, and the values that pass between kept and dropped operations. With ``split_backward``
-    the gradients of weights are left to ``backward_weight``. If ``captured`` is the program of a tensor-parallel rank,
-    ``tensor`` runs its collectives.
+    the gradients of weights are left to ``backward_weight``. If ``captured`` is the program of a tensor-parallel rank
+    or of a slice of the sequence, ``derived`` runs its further operators.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class StageModule:
         kept: Sequence[tuple[int, int]] = (),
         split_backward: bool = False,
         old_weights: bool = False,
-        tensor: TensorParallelRank | None = None,
+        derived: DerivedProgram | None = None,
         terms: Sequence[TargetTerm] = (),
         loss_scale: LossScale | None = None,
         compile: bool = False,
@@ -174,7 +173,7 @@ class StageModule:
                     device=device,
                     deferred=self._deferred,
                     per_user=per_use,
-                    tensor=tensor,
+                    derived=derived,
                     targets=self._targets,
                     compile=compile,
                 ),

@@ -3,7 +3,7 @@
 import operator
 from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -18,10 +18,26 @@ from auto3d.runtime.constants import fold_constants
 from auto3d.runtime.low_precision import UseOfCopy
 from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.target_counts import TargetCounts
-from auto3d.runtime.tensor_group import TensorParallelRank
 from auto3d.runtime.weight_gradients import DeferredGradients, split_operation
 
 _USE_OF_COPY = "use_of_copy"
+
+
+class DerivedModel(Protocol):
+    """A model of which a captured program runs a part."""
+
+    @property
+    def whole(self) -> CapturedModel: ...
+
+
+class DerivedProgram(Protocol):
+    """Runs the operators that a program has besides those of the model that it was derived from."""
+
+    @property
+    def model(self) -> DerivedModel: ...
+
+    def module_of(self, node: fx.Node, number: int, randomness: Randomness) -> nn.Module | None:
+        """The module that replaces ``node``, operation ``number`` of the whole model; None if it runs as it is."""
 
 
 def segment_program(
@@ -32,7 +48,7 @@ def segment_program(
     device: torch.device,
     deferred: DeferredGradients | None,
     per_user: Collection[str] = (),
-    tensor: TensorParallelRank | None = None,
+    derived: DerivedProgram | None = None,
     targets: TargetCounts | None = None,
     compile: bool = False,
 ) -> tuple[fx.GraphModule, list[str], list[str]]:
@@ -42,8 +58,9 @@ def segment_program(
     occurs once, except that a name in ``per_user`` occurs once for each operation that uses it, in the order of use.
     Of a parameter that operations use in low precision, the copy is an argument too, named by ``copy_name``.
     With ``deferred``, the module's backward defers weight gradients to it, for the operators that support this. If
-    ``captured`` is the program of a tensor-parallel rank, ``tensor`` runs its collectives. Means over targets are
-    counted by ``targets``. With ``compile``, its operators are compiled when they first run.
+    ``captured`` is the program of a tensor-parallel rank or of a slice of the sequence, ``derived`` runs its further
+    operators. Means over targets are counted by ``targets``. With ``compile``, its operators are compiled when they
+    first run.
     """
     names = {**captured.exported.parameters, **captured.exported.buffers}
     order = {node: number for number, node in enumerate(captured.exported.program.nodes)}
@@ -87,7 +104,7 @@ def segment_program(
     trained = {env[placeholder[name]] for name in state if name in captured.graph.parameters and name not in per_user}
     parameter_of = {source[place]: source[parameter] for place, parameter in copies.items()}
 
-    whole = captured.graph if tensor is None else tensor.model.whole.graph
+    whole = captured.graph if derived is None else derived.model.whole.graph
     operation_number = {node.name: number for number, node in enumerate(whole.nodes)}
     modules: dict[str, nn.Module] = {}
     for node in captured.exported.program.nodes:
@@ -105,7 +122,7 @@ def segment_program(
         }
         split = None
         number = operation_number.get(node.name, -1)  # a conversion has no number: it draws nothing
-        if tensor is not None and (replaced := tensor.module_of(node, number, randomness)) is not None:
+        if derived is not None and (replaced := derived.module_of(node, number, randomness)) is not None:
             modules[node.name] = replaced
         elif is_random(node):
             modules[node.name] = SeededOperation(node.target, number, randomness)

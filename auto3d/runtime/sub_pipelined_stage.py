@@ -24,7 +24,7 @@ from auto3d.runtime.loss_scale import LossScale
 from auto3d.runtime.low_precision import copies_of
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import no_saved_activations
-from auto3d.runtime.stage_program import segment_program
+from auto3d.runtime.stage_program import DerivedProgram, segment_program
 from auto3d.runtime.target_counts import TargetCounts
 from auto3d.runtime.tensor_group import Action, Pending, TensorParallelRank, backward_action, forward_action
 from auto3d.runtime.weight_gradients import DeferredGradients, WeightGradientsAtOnce
@@ -149,13 +149,13 @@ class SubPipelinedStage:
         kept: Sequence[tuple[int, int]] = (),
         split_backward: bool = False,
         old_weights: bool = False,
-        tensor: TensorParallelRank | None = None,
+        derived: DerivedProgram | None = None,
         terms: Sequence[TargetTerm] = (),
         loss_scale: LossScale | None = None,
     ) -> None:
-        assert tensor is not None
-        assert isinstance(tensor.model, SubPipelinedModel)
-        group, half_of = tensor.group, tensor.model.half_of
+        assert isinstance(derived, TensorParallelRank)
+        assert isinstance(derived.model, SubPipelinedModel)
+        group, half_of = derived.group, derived.model.half_of
         self.stage = stage
         self.losses: dict[int, torch.Tensor] = {}  # micro-batch -> its weighted loss, until it is taken
         self.counts: dict[int, dict[int, torch.Tensor]] = {}
@@ -197,7 +197,7 @@ class SubPipelinedStage:
                 randomness=randomness,
                 device=device,
                 deferred=self._weight_gradients,
-                tensor=tensor,
+                derived=derived,
                 targets=self._targets,
             )
             return _RunnablePiece(module=module, state=state, takes=takes, gives=turn.segment.gives)

@@ -122,7 +122,7 @@ class SubgraphRun:
             randomness=Randomness(0, first_micro_batch=0, micro_batches=1, device=device),
             device=device,
             split_backward=split,
-            tensor=tensor,
+            derived=tensor,
         )
         self._state = {state[name].untyped_storage().data_ptr() for name in stage.state}
         self._device = device

@@ -201,7 +201,7 @@ def _run_program(
 ) -> Computed:
     tensors = _tensors(captured, model, device)
     stage = StageModule(
-        _whole(captured), captured, tensors, loss_weight=1.0, randomness=_randomness(device), device=device
+        _whole(captured), captured, tensors, loss_weight=1.0, randomness=randomness_of_one(device), device=device
     )
     with _SeededDraws():
         stage.forward(0, {}, {name: value.clone() for name, value in batch.items()})
@@ -224,12 +224,18 @@ def _tensors(captured: CapturedModel, model: nn.Module, device: torch.device) ->
     return {**constants, **buffers, **parameters}
 
 
+def built_state(captured: CapturedModel, device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of the program: that of a new module, whose initialiser draws what it needs, and its constants."""
+    return _tensors(captured, moved(captured.exported.build(), device), device)
+
+
 def _whole(captured: CapturedModel) -> Stage:
     (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
     return stage
 
 
-def _randomness(device: torch.device) -> Randomness:
+def randomness_of_one(device: torch.device) -> Randomness:
+    """The randomness of one micro-batch."""
     return Randomness(0, first_micro_batch=0, micro_batches=1, device=device)
 
 
@@ -253,6 +259,12 @@ def difference_of(
     largest = float((actual - expected).abs().max())
     allowed = wider * (RELATIVE * float(expected.abs().max()) + ABSOLUTE * scale)
     return None if largest <= allowed else Difference(name, largest, allowed)
+
+
+def coarseness_of(captured: CapturedModel) -> float:
+    """That of the narrowest floating-point type of any value."""
+    types = {getattr(torch, value.dtype) for node in captured.graph.nodes for value in node.outputs}
+    return max(coarseness(dtype) for dtype in types if dtype.is_floating_point)
 
 
 def coarseness(dtype: torch.dtype) -> float:
@@ -293,7 +305,7 @@ def _values_by_module(
     stage = _whole(captured)
     (segment,) = segments(captured.graph, stage, [(0, len(captured.graph.nodes))])
     program, state, given = segment_program(
-        segment, captured, randomness=_randomness(device), device=device, deferred=None
+        segment, captured, randomness=randomness_of_one(device), device=device, deferred=None
     )
     made: dict[str, list[torch.Tensor]] = {}
 

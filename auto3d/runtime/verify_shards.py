@@ -28,7 +28,14 @@ from auto3d.runtime.stage import StageModule
 from auto3d.runtime.stage_program import segment_program
 from auto3d.runtime.sub_pipelined_stage import SubPipelinedStage
 from auto3d.runtime.tensor_group import ConversionModule, TensorGroup, TensorParallelRank
-from auto3d.runtime.verify import Computed, Difference, coarseness, difference_of, one_batch
+from auto3d.runtime.verify import (
+    Computed,
+    Difference,
+    coarseness_of,
+    difference_of,
+    one_batch,
+    randomness_of_one,
+)
 from auto3d.tensor.collectives import CONVERSION_BETWEEN, conversion_of, split_of
 from auto3d.tensor.halves import DROPOUT_MASK, SubPipelinedModel
 from auto3d.tensor.model import TensorParallelModel
@@ -104,7 +111,7 @@ def _run(
     (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
     halved = tensor is not None and isinstance(tensor.model, SubPipelinedModel)
     running = (SubPipelinedStage if halved else StageModule)(
-        stage, captured, state, loss_weight=1.0, randomness=_randomness(device), device=device, tensor=tensor
+        stage, captured, state, loss_weight=1.0, randomness=randomness_of_one(device), device=device, derived=tensor
     )
     running.forward(0, {}, {name: value.clone() for name, value in batch.items()})
     running.backward(0, {})
@@ -115,13 +122,9 @@ def _run(
     )
 
 
-def _randomness(device: torch.device) -> Randomness:
-    return Randomness(0, first_micro_batch=0, micro_batches=1, device=device)
-
-
 def _difference(model: TensorParallelModel, outcomes: list[Computed], whole: Computed) -> Difference | str | None:
     """The first of the shards' losses, gradients and buffers that differ from those of the whole program."""
-    wider = _coarseness(model.whole)
+    wider = coarseness_of(model.whole)
     shards = range(model.shards)
     for shard in shards:
         if difference := difference_of(f"the loss of shard {shard}", outcomes[shard].loss, whole.loss, 1.0, wider):
@@ -144,12 +147,6 @@ def _difference(model: TensorParallelModel, outcomes: list[Computed], whole: Com
             if difference := difference_of(what, value, expected, 1.0, wider):
                 return difference
     return None
-
-
-def _coarseness(captured: CapturedModel) -> float:
-    """That of the narrowest floating-point type of any value."""
-    types = {getattr(torch, value.dtype) for node in captured.graph.nodes for value in node.outputs}
-    return max(coarseness(dtype) for dtype in types if dtype.is_floating_point)
 
 
 def _or_zeros(gradient: torch.Tensor | None, whole: torch.Tensor, placed: TensorPlacement, shards: int) -> torch.Tensor:
@@ -264,7 +261,7 @@ def _first_value_that_differs(
         return _values(model.local, state, batch, device, _DrawnTogether(model=model, group=group))
 
     shards = Lockstep[dict[str, torch.Tensor]](model.shards).run(run)
-    wider = _coarseness(model.whole)
+    wider = coarseness_of(model.whole)
     masks = {node.name for node in model.local.exported.program.nodes if node.target is DROPOUT_MASK}
     for node in model.whole.exported.program.nodes:
         if node.name in masks or node.name not in expected or any(node.name not in values for values in shards):
@@ -287,7 +284,7 @@ def _values(
     (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
     (segment,) = segments(captured.graph, stage, [(0, len(captured.graph.nodes))])
     program, names, given = segment_program(
-        segment, captured, randomness=_randomness(device), device=device, deferred=None, tensor=tensor
+        segment, captured, randomness=randomness_of_one(device), device=device, deferred=None, derived=tensor
     )
     made: dict[str, torch.Tensor] = {}
 

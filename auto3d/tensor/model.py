@@ -1,12 +1,11 @@
 """The entry point: a captured model as each rank of a tensor-parallel group runs it."""
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from auto3d.capture.describe import describe
 from auto3d.capture.model import CapturedModel, garbage_collection_paused
-from auto3d.plan import PlanError, StagePlan
+from auto3d.plan import PlanError, StagePlan, stages_at
 from auto3d.tensor.derivation import Derivation
 from auto3d.tensor.derive import derive
 from auto3d.tensor.local_program import local_program, placed_state
@@ -40,12 +39,7 @@ class TensorParallelModel:
 
     def stages(self, stages: Sequence[StagePlan]) -> tuple[StagePlan, ...]:
         """The stages of the local Graph that match ``stages`` of the whole one, what they keep included."""
-
-        def local(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-            found = ((bisect_left(self.positions, first), bisect_left(self.positions, last)) for first, last in spans)
-            return tuple(span for span in found if span[0] < span[1])
-
-        return tuple(replace(each, operations=local(each.operations), kept=local(each.kept)) for each in stages)
+        return stages_at(self.positions, stages)
 
 
 def tensor_parallel(

@@ -78,7 +78,7 @@ def train(
                 recompute=kept is not None,
                 kept=each.kept,
                 split_backward=split_backward,
-                tensor=TensorParallelRank(model=model, group=group),
+                derived=TensorParallelRank(model=model, group=group),
             )
             for stage, each in zip(stages, local, strict=True)
         ]

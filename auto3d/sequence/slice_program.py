@@ -1,0 +1,362 @@
+"""The program of one slice of the sequence.
+
+The rules that split a value among tensor-parallel ranks (tensor/rules) also divide it along its sequence. An operation
+on values of the slice runs on these alone, if its rule has a way along the sequence. Attention takes the keys and
+values of earlier slices too. What follows from inputs alone, such as positions, masks and labels, is computed for the
+whole sequence, and the slice takes its places of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from auto3d.capture.describe import is_random
+from auto3d.capture.export import ExportedModel, module_path
+from auto3d.capture.loss_terms import LossTerms, loss_terms
+from auto3d.capture.masks import ATTENTION
+from auto3d.capture.model import CapturedModel
+from auto3d.capture.nodes import args_of
+from auto3d.plan import PlanError
+from auto3d.sequence.operators import CAUSAL_ROWS, WITH_EARLIER
+from auto3d.tensor.halves import DROPOUT_MASK
+from auto3d.tensor.rules import rule_of
+from auto3d.tensor.rules.call import Axis, Call, Way
+from auto3d.tensor.ways import calls_of
+from auto3d.tensor_placement import WHOLE, PlacementKind, Split, TensorPlacement
+
+_aten = torch.ops.aten
+_CLASSES = 1  # dimension of the classes among those of the logits of a cross-entropy
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceProgram:
+    """The program of one slice, and where it comes from."""
+
+    exported: ExportedModel
+    operation_of: Mapping[str, str]  # node -> name of the operation of the whole program that it belongs to
+    joined: dict[str, str]  # keys or values of all slices so far -> those of this slice
+
+
+def check_sliceable(captured: CapturedModel) -> None:
+    """Raise PlanError if no slices of ``captured`` can add up to the whole, whatever its operations are."""
+    for node in captured.graph.nodes:
+        if name := next(iter(captured.graph.written_buffers.intersection(node.state)), None):
+            where = node.module or "the model"
+            raise refused(f"{node.name} of {where} writes to the buffer {name} once per micro-batch")
+    if other := loss_terms(captured.exported).other:
+        raise refused(f"the loss is no sum of means over places of the sequence: {', '.join(other)} is none")
+
+
+def refused(reason: str) -> PlanError:
+    return PlanError(
+        f"schedule: this model cannot run in slices of its sequence: {reason}; use a schedule without slices, such as "
+        "1f1b"
+    )
+
+
+def sequence_inputs(captured: CapturedModel, slices: int) -> dict[str, Split]:
+    """How the slices divide the inputs of ``captured`` that have a sequence: along dimension 1, behind the samples.
+
+    These are its inputs of tokens, or if it has none, its inputs of vectors. Raises PlanError if there are none, if
+    they have different lengths, or if ``slices`` does not divide the length.
+    """
+    inputs = captured.graph.inputs
+    tokens = {name: value for name, value in inputs.items() if len(value.shape) == 2 and not value.differentiable}
+    found = tokens or {name: value for name, value in inputs.items() if len(value.shape) == 3}
+    lengths = {name: value.shape[1] for name, value in found.items()}
+    if not lengths:
+        raise refused("it has no input of tokens, [samples, sequence], or of vectors, [samples, sequence, width]")
+    if len(set(lengths.values())) > 1:
+        raise refused(f"its inputs have sequences of different lengths, {lengths}")
+    length = next(iter(lengths.values()))
+    if length % slices or length < 2 * slices:
+        divisors = [number for number in range(1, length // 2 + 1) if length % number == 0]
+        raise PlanError(
+            f"schedule: slices: {slices} does not divide a sequence of {length} into slices of 2 tokens or more; use "
+            f"one of {', '.join(map(str, divisors))}"
+        )
+    return {name: Split(1, (length,)) for name in lengths}
+
+
+def slice_program(captured: CapturedModel, sequence: Mapping[str, Split], slices: int, number: int) -> SliceProgram:
+    """The program of slice ``number`` of ``slices``; ``sequence`` divides the inputs.
+
+    Raises PlanError for an operation that combines places of the sequence other than by causal attention, and for
+    random numbers other than those of dropout outside of attention.
+    """
+    return _SliceBuilder(captured.exported, sequence, slices, number, loss_terms(captured.exported)).build()
+
+
+@dataclass
+class _SliceBuilder:
+    exported: ExportedModel
+    sequence: Mapping[str, Split]
+    slices: int
+    number: int
+    terms: LossTerms
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    operation_of: dict[str, str] = field(default_factory=dict)
+    joined: dict[str, str] = field(default_factory=dict)
+    _whole: dict[fx.Node, fx.Node] = field(default_factory=dict)  # value of the model -> the same value here
+    _own: dict[fx.Node, fx.Node] = field(default_factory=dict)  # value of the model -> what this slice has of it
+    _parts: dict[tuple[fx.Node, Split], fx.Node] = field(default_factory=dict)  # of a whole value -> the slice's places
+    _division: dict[fx.Node, Split] = field(default_factory=dict)
+    """How the slices divide a value: one that a slice has its own part of, or one of the whole sequence that follows
+    from inputs."""
+    _rows: dict[fx.Node | int, fx.Node] = field(default_factory=dict)  # mask, or length of a slice -> its rows
+    _at: str = ""  # name of the operation of the whole program that is being added
+
+    @property
+    def _length(self) -> int:
+        """Places of the whole sequence."""
+        return next(iter(self.sequence.values())).size
+
+    def build(self) -> SliceProgram:
+        program = self.exported.program
+        for node in program.find_nodes(op="placeholder"):
+            copy = self.graph.node_copy(node)
+            copy.name = node.name
+            self._whole[node] = copy
+            if node.name in self.sequence:
+                self._division[node] = self.sequence[node.name]
+        for call in calls_of(program):
+            self._at = call.node.name
+            self._add(call)
+        loss = next(node for node in program.nodes if node.name == self.exported.loss)
+        if loss in self._own:
+            raise refused(f"its loss {loss.name} is no mean over places of the sequence")
+        self.graph.output((self._whole[loss],)).meta["val"] = None
+        self.graph.eliminate_dead_code()
+        return SliceProgram(
+            exported=replace(self.exported, program=self.graph),
+            operation_of=self.operation_of,
+            joined=self.joined,
+        )
+
+    def _add(self, call: Call) -> None:
+        """Add what runs ``call`` in this slice."""
+        runs_in_slices = any(operand in self._own for operand in call.operands)
+        divided = any(operand in self._division for operand in call.operands)
+        learned = any(node.meta["val"].requires_grad for node in call.result_nodes if _is_tensor(node))
+        if not runs_in_slices and not (divided and learned):
+            args, kwargs = fx.node.map_arg((call.node.args, call.node.kwargs), self._whole.__getitem__)
+            self._put(call, call.node.target, args, kwargs, self._whole)
+            if divided and (way := self._divided(call)) is not None:
+                self._note(call, way[1])
+        elif call.node.target is ATTENTION:
+            self._add_attention(call)
+        elif call.node.name in {term.name for term in self.terms.counted} | set(self.terms.constant):
+            self._add_mean(call)
+        else:
+            self._add_own(call)
+
+    def _add_own(self, call: Call) -> None:
+        """Add ``call`` on the slice's parts of its operands."""
+        divided = self._divided(call)
+        if divided is None:
+            raise self._refused(call, "combines places of the sequence")
+        needs, gives = divided
+        way = _as_way(needs, gives)
+        draws = is_random(call.node) and not _draws_nothing(call)
+        if draws and call.node.target is not _aten.dropout.default:
+            raise self._refused(call, "draws random numbers")
+        self._note(call, gives)
+        if draws:
+            self._add_dropout(call, gives[0])
+            return
+        rule = rule_of(call)
+        target, args, kwargs = call.node.target, call.node.args, call.node.kwargs
+        if rule.localise is not None:
+            target, args, kwargs = rule.localise(way, self.slices)
+        order = iter(needs)
+        args, kwargs = fx.node.map_arg((args, kwargs), lambda node: self._operand(call, node, next(order)))
+        made = self._put(call, target, args, kwargs, self._own)
+        values = (made,) if isinstance(made, torch.Tensor) else made
+        for value, shape, given in zip(values, call.results, way.gives, strict=True):
+            if isinstance(value, torch.Tensor) and tuple(value.shape) != given.local_shape(shape, self.slices):
+                raise self._refused(call, "does not divide along the sequence")
+
+    def _divided(self, call: Call) -> tuple[list[Split | None], list[Split]] | None:
+        """How the slices divide each operand (None: not at all) and each result of ``call``; None if they cannot."""
+        divisions = [self._division.get(operand) for operand in call.operands]
+        rule = rule_of(call)
+        for axis in rule.axes:
+            if (way := _along(call, axis, divisions)) is not None:
+                return way
+        if rule.carry is not None and len(divisions) == 1 and divisions[0] is not None:
+            carried = rule.carry(divisions[0])
+            if carried is not None and all(block % self.slices == 0 for split in carried for block in split.blocks):
+                return [divisions[0]], list(carried)
+        return None
+
+    def _add_dropout(self, call: Call, split: Split) -> None:
+        """Draw the mask of the whole value, as the undivided program does, and multiply by the slice's part of it."""
+        (operand,) = call.operands
+        value = operand.meta["val"]
+        probability = float(call.argument("p"))
+        drawn = (list(value.shape), list(value.stride()), probability, value.dtype, torch.device("meta"))
+        mask = self._new(call.node.name, DROPOUT_MASK, drawn, {}, call.node)
+        factors = self._operand(call, operand, split), self._part_of(mask, split, call.node, "_mask")
+        self._own[call.node] = self._new(f"{call.node.name}_product", _aten.mul.Tensor, factors, {}, call.node)
+
+    def _add_attention(self, call: Call) -> None:
+        """Add attention of the slice's queries to the keys and values of all slices so far."""
+        query, key, value = call.operands[:3]
+        causal, mask = bool(call.argument("is_causal", False)), call.argument("attn_mask")
+        if is_random(call.node):
+            raise self._refused(call, "draws random numbers inside of attention")
+        places = [self._division.get(each) for each in (query, key, value)]
+        expected = [Split(len(each.meta["val"].shape) - 2, (self._length,)) for each in (query, key, value)]
+        if places != expected or any(each not in self._own for each in (query, key, value)):
+            raise self._refused(call, "attends to another sequence than its own")
+        length = self._length // self.slices
+        first, last = self.number * length, (self.number + 1) * length
+        rows = None
+        if not causal:
+            shape = tuple(mask.meta["val"].shape[-2:]) if isinstance(mask, fx.Node) else ()
+            if not isinstance(mask, fx.Node) or mask in self._own or shape != (self._length, self._length):
+                raise self._refused(call, "lets tokens attend to later ones")
+            if mask not in self._rows:
+                name = f"{mask.name}_rows"
+                self._rows[mask] = self._new(name, CAUSAL_ROWS, (self._whole[mask], first, last), {}, call.node)
+            rows = self._rows[mask]
+        elif first:
+            rows = self._causal_rows(call, first, last)
+        joined = []
+        for what, node in (("keys", key), ("values", value)):
+            name = f"{call.node.name}_{what}"
+            arguments = (self._own[node], len(node.meta["val"].shape) - 2, first)
+            joined.append(self._new(name, WITH_EARLIER, arguments, {}, call.node))
+            self.joined[name] = self._own[node].name
+        others = {"scale": call.argument("scale"), "enable_gqa": bool(call.argument("enable_gqa", False))}
+        args = (self._own[query], *joined, rows, 0.0, rows is None)
+        self._own[call.node] = self._new(call.node.name, ATTENTION, args, others, call.node)
+        self._division[call.node] = expected[0]
+
+    def _causal_rows(self, call: Call, first: int, last: int) -> fx.Node:
+        """[last - first, last]: whether a token of the slice sees each token up to the slice's last one."""
+        if first not in self._rows:
+            options = {"dtype": torch.bool, "device": torch.device("meta")}
+            ones = self._new(f"{call.node.name}_ones", _aten.ones.default, ([last - first, last],), options, call.node)
+            self._rows[first] = self._new(f"{call.node.name}_rows", _aten.tril.default, (ones, first), {}, call.node)
+        return self._rows[first]
+
+    def _add_mean(self, call: Call) -> None:
+        """Add a term of the loss as the mean over the slice's places."""
+        first = next(number for number, operand in enumerate(call.operands) if operand in self._own)
+        split = self._division[call.operands[first]]
+        needs: list[Split | None] = [split] * len(call.operands)
+        targets, weight = call.operand_number("target"), call.operand_number("weight")
+        if targets is not None and len(call.shapes[targets]) == len(call.shapes[first]) - 1:  # classes are no places
+            needs[targets] = Split(split.dim - (split.dim > _CLASSES), split.blocks)
+        if weight is not None:
+            needs[weight] = None
+        order = iter(needs)
+        args, kwargs = fx.node.map_arg(
+            (call.node.args, call.node.kwargs), lambda node: self._operand(call, node, next(order))
+        )
+        self._put(call, call.node.target, args, kwargs, self._whole)
+
+    def _operand(self, call: Call, node: fx.Node, split: Split | None) -> fx.Node:
+        """What the slice has of the value ``node``: all of it or, if it is ``split``, its part."""
+        if split is None:
+            if node in self._own:
+                raise self._refused(call, "needs the whole sequence")
+            return self._whole[node]
+        if node in self._own:
+            if self._division[node] != split:
+                raise self._refused(call, "combines places of the sequence")
+            return self._own[node]
+        if (node, split) not in self._parts:
+            size = tuple(node.meta["val"].shape)[split.dim]
+            if size != split.size or len(set(split.blocks)) > 1:
+                raise self._refused(call, f"combines {size} places with those of the sequence")
+            self._parts[node, split] = self._part_of(self._whole[node], split, node, f"_dim{split.dim}_slice")
+        return self._parts[node, split]
+
+    def _part_of(self, source: fx.Node, split: Split, origin: fx.Node, suffix: str) -> fx.Node:
+        """The slice's places of the whole value ``source``."""
+        shape = tuple(source.meta["val"].shape)
+        blocks, block = len(split.blocks), split.blocks[0]
+        length = block // self.slices
+        bounds = (self.number * length, (self.number + 1) * length)
+        name = f"{source.name}{suffix}"
+        if blocks == 1:
+            return self._new(name, _aten.slice.Tensor, (source, split.dim, *bounds), {}, origin)
+        before, after = shape[: split.dim], shape[split.dim + 1 :]
+        apart = self._new(
+            f"{name}_apart", _aten.reshape.default, (source, [*before, blocks, block, *after]), {}, origin
+        )
+        own = self._new(f"{name}_own", _aten.slice.Tensor, (apart, split.dim + 1, *bounds), {}, origin)
+        return self._new(name, _aten.reshape.default, (own, [*before, blocks * length, *after]), {}, origin)
+
+    def _note(self, call: Call, gives: list[Split]) -> None:
+        """Note how the slices divide each result."""
+        for node in call.result_nodes:
+            self._division[node] = gives[call.number_of(node)]
+
+    def _put(self, call: Call, target: Any, args: tuple, kwargs: dict, values: dict[fx.Node, fx.Node]) -> Any:
+        """Add ``call`` and its results to ``values``; returns what it makes of meta tensors."""
+        made = self._new(call.node.name, target, args, kwargs, call.node)
+        for node in call.result_nodes:
+            result = made
+            if node is not call.node:
+                result = self.graph.node_copy(node, lambda _: made)
+                result.name = node.name
+                result.meta = {**node.meta, "val": made.meta["val"][int(args_of(node)[1])]}
+            values[node] = result
+        return made.meta["val"]
+
+    def _new(self, name: str, target: Any, args: tuple, kwargs: dict, origin: fx.Node) -> fx.Node:
+        """A node ``name`` that calls ``target``; where it is in the model's code is taken from ``origin``."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.name = name
+        args, kwargs = fx.node.map_arg((args, kwargs), lambda each: each.meta["val"])
+        with torch.enable_grad():
+            node.meta = {**origin.meta, "val": target(*args, **kwargs)}
+        self.operation_of[node.name] = self._at
+        return node
+
+    def _refused(self, call: Call, reason: str) -> PlanError:
+        return refused(f"{call.operator} of {module_path(call.node) or 'the model'} {reason}")
+
+
+def _along(call: Call, axis: Axis, divisions: list[Split | None]) -> tuple[list[Split | None], list[Split]] | None:
+    """How the operands and the results are divided if ``axis`` is the sequence; None if it is another dimension.
+
+    An operand of the whole sequence, such as an embedding of positions, is divided where it has that dimension.
+    """
+    if len(axis.operands) != len(divisions):
+        return None  # the rule leaves out an operand of which only the shape matters, as in expand_as
+    blocks = next((split.blocks for split in divisions if split is not None), ())
+    needs: list[Split | None] = []
+    for dim, split, shape in zip(axis.operands, divisions, call.shapes, strict=True):
+        if (split is not None and split != Split(-1 if dim is None else dim, blocks)) or (
+            dim is not None and shape[dim] != sum(blocks)
+        ):
+            return None
+        needs.append(None if dim is None else Split(dim, blocks))
+    gives = []
+    for dim, shape in zip(axis.results, call.results, strict=True):
+        if dim is None or (shape and shape[dim] != sum(blocks)):
+            return None
+        gives.append(Split(dim, blocks))
+    return needs, gives
+
+
+def _as_way(needs: list[Split | None], gives: list[Split]) -> Way:
+    def placed(split: Split | None) -> TensorPlacement:
+        return WHOLE if split is None else TensorPlacement(PlacementKind.SPLIT, split)
+
+    return Way(tuple(map(placed, needs)), tuple(map(placed, gives)))
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _draws_nothing(call: Call) -> bool:
+    return call.node.target is _aten.dropout.default and not (call.argument("p") and call.argument("train", True))

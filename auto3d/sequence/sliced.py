@@ -1,0 +1,72 @@
+"""The entry point: a captured model in slices of its sequence, as Seq1F1B runs it (Sun et al. 2024, section 3)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from auto3d.capture.describe import describe
+from auto3d.capture.graph import Graph
+from auto3d.capture.model import CapturedModel, garbage_collection_paused
+from auto3d.plan import StagePlan, stages_at
+from auto3d.sequence.slice_program import check_sliceable, sequence_inputs, slice_program
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlicedModel:
+    """``whole`` in slices of equal length: the program of each, in the order of the sequence.
+
+    A slice computes what ``whole`` computes at its places of the sequence, from its own values and from the keys and
+    values of attention that the slices before it had. So forwards go from the first slice to the last, and backwards
+    from the last to the first. The loss of a slice is the mean over its own targets. All programs have the state of
+    ``whole``, and take all of its inputs.
+    """
+
+    whole: CapturedModel
+    programs: tuple[CapturedModel, ...]
+    positions: tuple[tuple[int, ...], ...]
+    """Per program, for each node of its Graph the position in the whole Graph of the operation that it belongs to, in
+    ascending order."""
+
+    @property
+    def slices(self) -> int:
+        return len(self.programs)
+
+    def stages(self, number: int, stages: Sequence[StagePlan]) -> tuple[StagePlan, ...]:
+        """The stages of program ``number`` that match ``stages`` of the whole Graph, what they keep included."""
+        return stages_at(self.positions[number], stages)
+
+
+def sliced(captured: CapturedModel, slices: int, *, fused_attention: bool = True) -> SlicedModel:
+    """``captured`` in ``slices`` slices of its sequence; ``fused_attention`` is that of ``describe``.
+
+    Raises PlanError where the model does not allow it: see ``slice_program``.
+    """
+    check_sliceable(captured)
+    sequence = sequence_inputs(captured, slices)
+    position = {node.name: number for number, node in enumerate(captured.graph.nodes)}
+    programs, positions = [], []
+    with garbage_collection_paused():
+        for number in range(slices):
+            made = slice_program(captured, sequence, slices, number)
+            graph = _kept_by_slices(describe(made.exported, fused_attention=fused_attention), made.joined)
+            programs.append(CapturedModel(graph=graph, exported=made.exported))
+            positions.append(tuple(position[made.operation_of[node.name]] for node in graph.nodes))
+    return SlicedModel(whole=captured, programs=tuple(programs), positions=tuple(positions))
+
+
+def _kept_by_slices(graph: Graph, joined: dict[str, str]) -> Graph:
+    """``graph`` whose backward keeps each slice's own keys and values, not the ones ``joined`` from all slices so far.
+
+    ``joined`` maps the name of a joined value to that of the slice's own, which the stage holds for later slices
+    anyway. It joins them again for the backward.
+    """
+    owner: dict[str, str] = {}  # value -> the value that owns its memory
+    for node in graph.nodes:
+        source = next((owner[name] for name in node.reads if name in owner), None) if node.is_view else None
+        owner.update({value.name: source or value.name for value in node.outputs})
+
+    def kept(name: str) -> str:
+        own = joined.get(name)
+        return name if own is None else owner.get(own, own)
+
+    nodes = (replace(node, saves=tuple(dict.fromkeys(map(kept, node.saves)))) for node in graph.nodes)
+    return replace(graph, nodes=tuple(nodes))
