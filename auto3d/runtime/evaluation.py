@@ -29,6 +29,7 @@ from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.rank import Rank, inputs_of
 from auto3d.runtime.tensor_group import TensorParallelRank
 from auto3d.runtime.training import Training
+from auto3d.schedule import without_slices
 from auto3d.schedule.check import check
 from auto3d.schedule.forward_only import forward_only
 from auto3d.schedule.lowering import lower
@@ -79,7 +80,7 @@ def evaluation_of(captured: CapturedModel, plan: Plan, outputs: Sequence[str] = 
     model = captured.in_evaluation(outputs, loss=loss)
     state = {*model.graph.parameters, *model.graph.buffers}
     return replace(
-        plan,
+        without_slices(plan),
         graph=model.graph.fingerprint,
         stages=stages_in_evaluation(plan.stages, captured.graph, model.graph),
         split={name: split for name, split in plan.split.items() if name in state},
@@ -97,7 +98,7 @@ class _Evaluation:
         self._rank = rank
         plan = evaluation_of(common.captured, common.plan, outputs, loss=loss)
         model = common.captured.in_evaluation(outputs, loss=loss)
-        schedule = forward_only(schedules_of(common.plan, 1)[0])
+        schedule = forward_only(schedules_of(plan, 1)[0])
         check(schedule)
         layout = lay_out_rank(lay_out_plan(model, plan, settings, schedule), dist.get_rank())
         check_state(rank.layout, layout)

@@ -3,6 +3,7 @@
 Each schedule is one file in families/. ``SCHEDULES`` is the only place that knows them by name.
 """
 
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib import import_module
@@ -68,6 +69,13 @@ def build_schedule(name: str, *, devices: int, micro_batches: int, **options: in
 def schedule_of(plan: Plan) -> Schedule:
     """The schedule of ``plan``. Raises InputError if its name is unknown or an option or a size is invalid."""
     return build_schedule(plan.schedule, devices=plan.pp, micro_batches=plan.micro_batches, **plan.schedule_options)
+
+
+def without_slices(plan: Plan) -> Plan:
+    """``plan`` with the same schedule on whole sequences, as an evaluation runs it."""
+    if schedule_of(plan).slices == 1:
+        return plan
+    return replace(plan, schedule_options={**plan.schedule_options, "slices": 1})
 
 
 def samples_at_once(plan: Plan) -> int:

@@ -128,6 +128,8 @@ class _SliceBuilder:
         loss = next(node for node in program.nodes if node.name == self.exported.loss)
         if loss in self._own:
             raise refused(f"its loss {loss.name} is no mean over places of the sequence")
+        if not self._own:
+            raise refused("none of its values follows the sequence of its inputs")
         self.graph.output((self._whole[loss],)).meta["val"] = None
         self.graph.eliminate_dead_code()
         return SliceProgram(
@@ -246,7 +248,9 @@ class _SliceBuilder:
 
     def _add_mean(self, call: Call) -> None:
         """Add a term of the loss as the mean over the slice's places."""
-        first = next(number for number, operand in enumerate(call.operands) if operand in self._own)
+        first = next((number for number, operand in enumerate(call.operands) if operand in self._own), None)
+        if first is None:
+            raise self._refused(call, "has operands that are not made from places of the sequence")
         split = self._division[call.operands[first]]
         needs: list[Split | None] = [split] * len(call.operands)
         targets, weight = call.operand_number("target"), call.operand_number("weight")

@@ -120,6 +120,7 @@ EXAMPLES = [
     call("expand", normal(4, 1, 6), [-1, 3, -1]),
     call("expand_as", normal(4, 1, 6), normal(2, 4, 8, 6)),
     call("broadcast_to", normal(4, 1, 6), [2, 4, 3, 6]),
+    call("broadcast_tensors", [normal(4, 2, 6), normal(2, 1), normal(4, 1, 6)]),
     call("repeat", normal(4, 1), [2, 1, 4]),
     call("repeat_interleave.self_int", normal(4, 6), 2, 0),
     call("repeat_interleave.self_int", normal(4, 6), 2, -2, output_size=8),

@@ -84,6 +84,7 @@ RULES: dict[str, Callable[[Call], Rule]] = {
     **dict.fromkeys(("add", "sub", "subtract"), _sum),
     **dict.fromkeys(("mul", "multiply"), _product),
     **dict.fromkeys(("div", "divide", "true_divide"), _quotient),
+    "broadcast_tensors": _pointwise,
     "prelu": _prelu,
     "feature_dropout": _feature_dropout,
 }
