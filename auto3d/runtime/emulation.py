@@ -66,7 +66,9 @@ class Emulation:
                 raise PlanError(f"stages: {number} has {stage.replicas} replicas; emulated devices run 1 of each stage")
 
     def costs(self, graph: Graph, stages: Sequence[StagePlan], schedule: Schedule, *, dp: int) -> Costs:
-        """The times in the simulator's form; ``graph`` is the model at the size that one operation runs.
+        """The times in the simulator's form; ``graph`` is the model at the samples that one operation runs.
+
+        All slices of a sequence run those samples, so the graph has the whole micro-batch of a schedule with slices.
 
         Messages and syncs are 0 in it where they take their own time, and so are collectives. The sum of a weight that
         several stages share is 0. Updates are 0 because there are none.
@@ -78,7 +80,7 @@ class Emulation:
         position_of = {node.name: position for position, node in enumerate(graph.nodes)}
 
         def modelled(times: Sequence[float]) -> tuple[float, ...]:
-            return tuple(schedule.parts * sum(times[position_of[name]] for name in nodes) for nodes in nodes_of)
+            return tuple(schedule.sample_parts * sum(times[position_of[name]] for name in nodes) for nodes in nodes_of)
 
         forward = self.each("forward_s", count) or modelled(model.forward_s)
         whole, inputs, weights = (self.each(f"backward{half}_s", count) for half in ("", "_input", "_weight"))
@@ -88,7 +90,9 @@ class Emulation:
         half = tuple(time / 2 for time in whole)
         kept = [sum(sum(model.forward_s[first:last]) for first, last in stage.kept) for stage in stages]
         kept_of_total = zip(kept, modelled(model.forward_s), strict=True)
-        dropped = [1 - schedule.parts * kept_s / total_s if total_s else 1.0 for kept_s, total_s in kept_of_total]
+        dropped = [
+            1 - schedule.sample_parts * kept_s / total_s if total_s else 1.0 for kept_s, total_s in kept_of_total
+        ]
         recomputed = tuple(time * fraction for time, fraction in zip(forward, dropped, strict=True))
         return Costs(
             forward=forward,

@@ -39,6 +39,7 @@ SCHEDULES: dict[str, Family] = {
             "v_half",
             "v_min",
             "dualpipe_v",
+            "seq1f1b",
             "synthesized",
         )
     )

@@ -20,6 +20,9 @@ def check(schedule: Schedule) -> None:
     - Every micro-batch passes every stage forward and backward exactly once, on one pipe. Its backward is one B, or I
       and then W. R comes at most once, between F and B, and only on stages that recompute. If the schedule is
       forward-only, every micro-batch passes every stage once, and there is nothing else.
+    - If micro-batches have slices, each operation runs one of them. On every stage and pipe, the forwards of a
+      micro-batch run from its first slice to its last, and the backwards from its last slice to its first: a slice uses
+      the keys and values of the slices before it, whose gradients it makes.
     - Every stage and pipe is synced after the backwards that the sync sums, and updated after the sync. In a
       synchronous schedule that happens once, at the end, and no update comes before the last sync of its device. In a
       schedule with weight versions it may happen many times, and the n-th update of every stage sums the same
@@ -29,6 +32,8 @@ def check(schedule: Schedule) -> None:
     """
     _check_devices(schedule)
     _check_complete(schedule)
+    if schedule.slices > 1:
+        _check_slices(schedule)
     if schedule.forward_only:
         _check_only_forwards(schedule)
     elif schedule.weight_version:
@@ -100,6 +105,34 @@ _AFTER: dict[Kind, tuple[Kind | None, ...]] = {
     Kind.BACKWARD_WEIGHT: (Kind.BACKWARD_INPUT,),
 }
 _FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+
+
+def _check_slices(schedule: Schedule) -> None:
+    """Check the operations of a complete schedule whose micro-batches have slices: see ``check``."""
+    slices = schedule.slices
+    if schedule.parts != slices:
+        raise ScheduleError(
+            f"schedule {schedule.name}: its micro-batches have {slices} slices and {schedule.parts} parts; slices are "
+            "the only parts"
+        )
+    next_slice: dict[tuple[Kind, int, int, int], int] = {}  # (F or B, stage, pipe, micro-batch) -> slice; B is I too
+    for operation in numbered(schedule):
+        if len(operation.micro_batches) > 1:
+            raise ScheduleError(f"{operation} runs {len(operation.micro_batches)} slices; it must run 1")
+        if operation.kind is Kind.FORWARD:
+            kind, first, step, order = Kind.FORWARD, 0, 1, "forwards run from the first slice to the last"
+        elif operation.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            kind, first, step, order = Kind.BACKWARD, slices - 1, -1, "backwards run from the last slice to the first"
+        else:
+            continue
+        micro_batch, number = divmod(operation.micro_batches[0], slices)
+        key = kind, operation.stage, operation.pipe, micro_batch
+        expected = next_slice.get(key, first)
+        if number != expected:
+            raise ScheduleError(
+                f"{operation} is slice {number} of micro-batch {micro_batch}, before {expected}; {order}"
+            )
+        next_slice[key] = number + step
 
 
 def _check_only_forwards(schedule: Schedule) -> None:

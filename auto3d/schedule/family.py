@@ -39,3 +39,17 @@ class Family:
     def explicit(self) -> bool:
         """Whether an option lists the operations: such a schedule exists at one size."""
         return ORDER in self.options
+
+    @property
+    def sliced(self) -> bool:
+        """Whether an option divides micro-batches along their sequence, which only causal models allow."""
+        return "slices" in self.options
+
+    @property
+    def automatic(self) -> bool:
+        """Whether a search tries it without being asked to, under ``auto`` and as a start for a search for orders.
+
+        Asynchronous schedules learn something different, explicit ones take a search of their own, and sliced ones
+        need a causal model.
+        """
+        return not (self.asynchronous or self.explicit or self.sliced)

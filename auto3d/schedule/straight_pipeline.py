@@ -14,6 +14,7 @@ def straight_pipeline(
     *,
     micro_batches: int,
     recompute: Collection[int] = (),
+    slices: int = 1,
     iterations: int = 1,
     weight_version: Mapping[tuple[int, int], int] | None = None,
 ) -> Schedule:
@@ -25,6 +26,8 @@ def straight_pipeline(
         device_of={(stage, 0): stage for stage in range(len(orders))},
         operations=tuple(orders),
         recompute=frozenset(recompute),
+        parts=slices,
+        slices=slices,
         iterations=iterations,
         weight_version=dict(weight_version or {}),
     )

@@ -1,5 +1,6 @@
 """A lower bound of a plan's simulated time, computed without simulating it, so that a search can skip plans."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -15,6 +16,8 @@ def least_s(shape: Shape, costs: Costs) -> float:
 
     A device works on all micro-batches of its stages, and cannot begin before the first has come to it from stage 0. If
     backwards are not split, the gradient of its last backward still has to reach stage 0, whose sync and update follow.
+    With slices, the first to arrive is the first slice of a micro-batch, and so is the last whose gradient leaves.
+
     If several pipes use the same devices, or the schedule is asynchronous, the bound is the mean work of a device.
     """
     again = [time if stage in shape.recompute else 0.0 for stage, time in enumerate(costs.recompute)]
@@ -23,8 +26,8 @@ def least_s(shape: Shape, costs: Costs) -> float:
         return _ROUNDING * shape.micro_batches * sum(once) / shape.devices
     up = [0.0, *(link.latency + link.forward / shape.parts for link in costs.messages)]
     down = [0.0, *(link.latency + link.backward / shape.parts for link in costs.messages)]
-    forward = [0.0, *(time / shape.parts for time in costs.forward[:-1])]
-    backward = [0.0, *(time / shape.parts for time in costs.backward[:-1])]
+    forward = [0.0, *_first_parts(costs.forward, costs.forward_of_slice, shape.parts)[:-1]]
+    backward = [0.0, *_first_parts(costs.backward, costs.backward_of_slice, shape.parts)[:-1]]
     fill = list(accumulate(message + time for message, time in zip(up, forward, strict=True)))
     drain = list(accumulate(message + time for message, time in zip(down, backward, strict=True)))
     stages_of: list[list[int]] = [[] for _ in range(shape.devices)]
@@ -48,3 +51,8 @@ def least_of_any_order_s(shape: Shape, costs: Costs) -> float:
     Any stage may split its backward, and none has to recompute.
     """
     return least_s(replace(shape, recompute=frozenset(), split=frozenset(range(shape.stages))), costs)
+
+
+def _first_parts(whole: Sequence[float], of_slice: Sequence[Sequence[float]], parts: int) -> list[float]:
+    """Per stage, the time of the first part of a micro-batch that takes the times ``whole``."""
+    return [times[0] for times in of_slice] or [time / parts for time in whole]

@@ -182,7 +182,7 @@ class Domain:
             "tp": [number for number in divisors if in_a_node % number == 0],
             "pp": divisors,
             "micro_batch_size": sizes,
-            "schedule": [name for name, family in SCHEDULES.items() if not (family.asynchronous or family.explicit)],
+            "schedule": [name for name, family in SCHEDULES.items() if family.automatic],
             "recompute": [NONE, FULL] if cluster.memory_bytes is None else [AUTO],
             "partition": list(SEARCHED_METHODS),
             "placement": list(PLACEMENTS) if len(cluster.nodes) > 1 else [MEGATRON],

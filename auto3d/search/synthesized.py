@@ -65,9 +65,9 @@ def check_sought(candidate: Candidate, model: CostModel) -> None:
 
 
 def seed_candidates(candidate: Candidate) -> Iterator[Candidate]:
-    """``candidate`` with each synchronous schedule by rule instead, and with recomputation where it may be."""
+    """``candidate`` with each schedule that ``auto`` tries instead, and with recomputation where it may be."""
     for name, family in SCHEDULES.items():
-        if family.asynchronous or family.explicit:
+        if not family.automatic:
             continue
         for recompute in (NONE, FULL, AUTO) if candidate.recompute == AUTO else (NONE,):
             yield replace(candidate, schedule=name, recompute=recompute, sync=SYNC[0])

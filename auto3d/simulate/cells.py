@@ -28,14 +28,23 @@ WORDS = {
 
 
 def micro_batch_label(schedule: Schedule, operation: Operation) -> str:
-    """``3`` for a micro-batch, ``2+3`` for two; ``3a`` and ``3b`` for the parts of micro-batch 3, ``3`` for both."""
+    """``3`` for a micro-batch, ``2+3`` for two; ``3a`` and ``3b`` for the parts of micro-batch 3, ``3`` for both.
+
+    Part 26 is ``3aa``.
+    """
     parts = schedule.parts
     if parts == 1:
         return "+".join(map(str, operation.micro_batches))
     whole = sorted({number // parts for number in operation.micro_batches})
     if len(operation.micro_batches) == parts * len(whole):
         return "+".join(map(str, whole))
-    return "+".join(f"{number // parts}{chr(ord('a') + number % parts)}" for number in operation.micro_batches)
+    return "+".join(f"{number // parts}{_letters(number % parts)}" for number in operation.micro_batches)
+
+
+def _letters(number: int) -> str:
+    """``a`` for 0, ``z`` for 25, then ``aa``, ``ab`` and so on, as spreadsheets name their columns."""
+    rest, last = divmod(number, 26)
+    return (_letters(rest - 1) if rest else "") + chr(ord("a") + last)
 
 
 def tints(schedule: Schedule) -> tuple[str, dict[tuple[int, int], int]]:

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isclose, isfinite
 
 from auto3d.errors import InputError
 from auto3d.schedule.operation import Kind, Schedule
+
+_ROUNDING = 1e-6  # times of slices may differ from the whole by this fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,8 @@ class Costs:
     exposed_forward: tuple[float, ...] = ()
     exposed_backward: tuple[float, ...] = ()  # also part of ``backward_input``
     exposed_recompute: tuple[float, ...] = ()
-    # Per stage, the times of the slices of a micro-batch, which add up to the times above; empty: equal parts of them.
+    # [stage][slice]: the times of the slices of a micro-batch, which add up to the times above; empty: equal parts of
+    # them, which halves of the backward and recomputations always are.
     forward_of_slice: tuple[tuple[float, ...], ...] = ()
     backward_of_slice: tuple[tuple[float, ...], ...] = ()
     # Measured times of single operations, by their number (auto3d.schedule.dependencies): the time of the operation,
@@ -74,6 +77,8 @@ class Costs:
             _check_times(name, getattr(self, name))
         for name in ("exposed_forward", "exposed_backward", "exposed_recompute"):
             _check_times(name, getattr(self, name))
+        _check_slices("forward", self.forward, self.forward_of_slice)
+        _check_slices("backward", self.backward, self.backward_of_slice)
         for name in ("latency", "forward", "backward"):
             _check_times(f"messages {name}", (getattr(message, name) for message in self.messages))
         for number, times in enumerate(self.by_operation):
@@ -113,8 +118,16 @@ class Costs:
         for name, length in lengths.items():
             count = len(getattr(self, name))
             if count != length:
-                values = "1 value" if count == 1 else f"{count} values"
-                raise InputError(f"costs: {name} has {values}; schedule {schedule.name} needs {length}")
+                raise InputError(
+                    f"costs: {name} has {_counted(count, 'value')}; schedule {schedule.name} needs {length}"
+                )
+        for name in ("forward", "backward"):
+            for times in getattr(self, f"{name}_of_slice")[:1]:
+                if len(times) != schedule.slices:
+                    raise InputError(
+                        f"costs: {name}_of_slice has {_counted(len(times), 'slice')}; schedule {schedule.name} runs "
+                        f"{_counted(schedule.slices, 'slice')} per micro-batch"
+                    )
         operations = sum(map(len, schedule.operations))
         if self.by_operation and len(self.by_operation) != operations:
             raise InputError(
@@ -189,3 +202,26 @@ def _check_times(name: str, times: Iterable[float]) -> None:
     for stage, time in enumerate(times):
         if not (isfinite(time) and time >= 0):
             raise InputError(f"costs: {name} of stage {stage} is {time:g}; a time must be 0 or more")
+
+
+def _check_slices(name: str, whole: Sequence[float], slices: Sequence[Sequence[float]]) -> None:
+    """Check ``slices``, the times [stage][slice] that add up to the times ``whole``; empty: there are none."""
+    if not slices:
+        return
+    if len(slices) != len(whole) or len({len(times) for times in slices}) > 1:
+        found = ", ".join(str(len(times)) for times in slices)
+        raise InputError(
+            f"costs: {name}_of_slice has {found} slices; it must have equally many for each of "
+            f"{_counted(len(whole), 'stage')}"
+        )
+    for number, of_stages in enumerate(zip(*slices, strict=True)):
+        _check_times(f"{name} of slice {number}", of_stages)
+    for stage, (time, times) in enumerate(zip(whole, slices, strict=True)):
+        if not isclose(sum(times), time, rel_tol=_ROUNDING):
+            raise InputError(
+                f"costs: the slices of stage {stage} add up to {sum(times):g}; {name} of stage {stage} is {time:g}"
+            )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -34,11 +34,17 @@ def lay_out(schedule: Schedule, costs: Costs) -> DeviceWork:
     groups = sync_groups(operations)
     waits = _waits(schedule, operations, groups)
     step_of = _Steps(schedule, costs)
-    steps = [step_of[o.kind, o.stage, o.pipe, len(o.micro_batches)] for o in operations]
+    if costs.forward_of_slice or costs.backward_of_slice:
+        slices = schedule.slices  # a computation runs one slice, a sync or update none
+        steps = [
+            step_of[o.kind, o.stage, o.pipe, len(o.micro_batches), sum(o.micro_batches) % slices] for o in operations
+        ]
+    else:
+        steps = [step_of[o.kind, o.stage, o.pipe, len(o.micro_batches), 0] for o in operations]
     for number, count in recomputed_inside(schedule).items():
         operation = operations[number]
         duration, after, link, _ = steps[number]
-        duration += count * step_of[Kind.RECOMPUTE, operation.stage, operation.pipe, 1][0]
+        duration += count * step_of[Kind.RECOMPUTE, operation.stage, operation.pipe, 1, 0][0]
         steps[number] = duration, after, link, _lead(duration, after, len(operation.micro_batches))
     if costs.by_operation:
         steps = [
@@ -54,28 +60,38 @@ def lay_out(schedule: Schedule, costs: Costs) -> DeviceWork:
     return DeviceWork(bounds=device_bounds, steps=steps, links=step_of.links, waits=waits, receive=receive)
 
 
-class _Steps(dict[tuple[Kind, int, int, int], Step]):
-    """(kind, stage, pipe, number of micro-batches) -> step, computed at its first use."""
+class _Steps(dict[tuple[Kind, int, int, int, int], Step]):
+    """(kind, stage, pipe, number of micro-batches, slice) -> step, computed at its first use.
+
+    The slice is 0 unless slices have times of their own.
+    """
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         super().__init__()
         self.schedule, self.costs = schedule, costs
         self.links: dict[tuple[int, int], int] = {}
 
-    def __missing__(self, key: tuple[Kind, int, int, int]) -> Step:
-        kind, stage, pipe, count = key
+    def __missing__(self, key: tuple[Kind, int, int, int, int]) -> Step:
+        kind, stage, pipe, count, part = key
         device = self.schedule.device_of[stage, pipe]
-        micro_batches = count / self.schedule.parts
         if kind is Kind.SYNC:
             step = 0.0, self.costs.sync[stage], -1, 0.0
         elif kind is Kind.UPDATE:
             step = self.costs.update[stage] / self.costs.speed[device], 0.0, -1, 0.0
         else:
-            duration = micro_batches * self.costs.times_of(kind)[stage] / self.costs.speed[device]
+            duration = self._time(kind, stage, count, part) / self.costs.speed[device]
             message, link = self._message(kind, stage, pipe)
             step = duration, count * message, link, _lead(duration, count * message, count)
         self[key] = step
         return step
+
+    def _time(self, kind: Kind, stage: int, count: int, part: int) -> float:
+        """The time of an operation on a device of speed 1."""
+        of_slice = {Kind.FORWARD: self.costs.forward_of_slice, Kind.BACKWARD: self.costs.backward_of_slice}.get(kind)
+        if of_slice:
+            assert count == 1, "the checker lets an operation run one slice"
+            return of_slice[stage][part]
+        return count / self.schedule.parts * self.costs.times_of(kind)[stage]
 
     def _message(self, kind: Kind, stage: int, pipe: int) -> tuple[float, int]:
         """The time and the link of each message of an operation; (0, -1) if it sends none to another device."""

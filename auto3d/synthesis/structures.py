@@ -256,10 +256,10 @@ def solve(
 
 
 def _schedules(bare: BareProblem) -> Iterator[Schedule]:
-    """The synchronous schedules by rule at the sizes of ``bare``, with all their options, fitted to its times."""
+    """The schedules that ``auto`` tries, at the sizes of ``bare``, with all their options, fitted to its times."""
     sizes = {"devices": bare.devices, "micro_batches": bare.micro_batches}
     for name, family in SCHEDULES.items():
-        if family.asynchronous or family.explicit:
+        if not family.automatic:
             continue
         values = {option: some for option, some in _values(bare).items() if option in family.options}
         for combination in product(*values.values()):

@@ -44,6 +44,7 @@ class _Schedule(click.Command):
 )
 @click.option("--fewer", type=int, help="Devices, the last ones, with one stage less than --chunks (interleaved-1f1b).")
 @click.option("--waves", type=int, help="How often the model passes the devices down and up (hanayo).")
+@click.option("--slices", type=int, help="Slices of the sequence per micro-batch (seq1f1b).")
 @click.option("--times", help="F-I-W-message to which the order is fitted (zb-1p, zb-2p). [the simulated times]")
 @click.option("--deferred", type=int, help="Activations that weight halves need, in per cent (zb-1p, zb-2p).")
 @click.option("--recompute", type=click.Choice(RECOMPUTE), help="Stages that recompute, where the schedule allows it.")
@@ -101,7 +102,9 @@ def schedule(
         name, stages, micro_batches = NAME, *_sizes_of(load, stages, micro_batches)
     if stages is None or micro_batches is None:
         raise click.UsageError("--stages and --micro-batches are needed, as in --stages 4 --micro-batches 8")
-    named = ("pipes", "scale", "chunks", "group", "fewer", "waves", "times", "deferred", "recompute", "iterations")
+    named = (
+        "pipes", "scale", "chunks", "group", "fewer", "waves", "slices", "times", "deferred", "recompute", "iterations",
+    )  # fmt: skip
     option_of = {"sync_placement": "sync"} | {key: key for key in named}
     time_of = {"recompute_time": "recompute"} | {
         key: key

@@ -28,7 +28,7 @@ class SearchRecipe:
     schedule: Any = key(
         AUTO,
         "pipeline schedules to try, which may have options, as in interleaved-1f1b:chunks=4; auto: all synchronous "
-        "ones but synthesized, which is found by a search of its own",
+        "ones but synthesized, which is found by a search of its own, and seq1f1b, which needs a causal model",
         choices=tuple(SCHEDULES),
         options=True,
     )

@@ -34,7 +34,7 @@ from tests.models import MODELS, captured
 CPU = torch.device("cpu")
 
 
-def costs_of(emulation: Emulation, *, stages: int = 2, schedule: str = "1f1b", **options: str):
+def costs_of(emulation: Emulation, *, stages: int = 2, schedule: str = "1f1b", **options: int | str):
     graph = captured("gpt2", 2).graph
     built = build_schedule(schedule, devices=stages, micro_batches=4, **options)
     return emulation.costs(graph, uniform(graph, stages), built, dp=1)
@@ -63,6 +63,8 @@ def test_the_cost_model_supplies_the_remaining_times():
     plain = costs_of(Emulation(backward_s=1.0))
     assert halved.forward == pytest.approx([2 * seconds for seconds in plain.forward]), "the graph has half the samples"
     assert halved.backward == plain.backward, "a time in the recipe is that of a whole micro-batch"
+    sliced = costs_of(Emulation(backward_s=1.0), schedule="seq1f1b", slices=4)
+    assert sliced == plain, "the graph has all the samples"
 
 
 def test_a_list_of_wrong_length_is_refused():

@@ -25,6 +25,8 @@ def options_of(name: str, devices: int) -> list[dict[str, int | str]]:
         halves = [] if devices % 2 else [f for f in range(1, devices // 2 + 1) if devices // 2 % f == 0]
         scales = ("direct", "doubling", "halving")
         return [{"pipes": 2 * f, "scale": scale} for f, scale in product(halves, scales)]
+    if name == "seq1f1b":
+        return [{"slices": slices} for slices in (1, 2, 5)]
     if name in ("zb-1p", "zb-2p"):
         return [{"times": "3-5-2-1", "deferred": 40}]
     if name in ("pipedream", "pipedream-2bw"):

@@ -89,6 +89,72 @@ def test_what_is_right_passes():
     check(by_hand("F0+1@0 B0@0 B1@0 S@0 U@0", "F0+1@1 B0@1 B1@1 S@1 U@1"))
 
 
+IN_SLICES = ["F0@0 F1@0 F2@0 B1@0 F3@0 B0@0 B3@0 B2@0 S@0 U@0", "F0@1 F1@1 B1@1 F2@1 B0@1 F3@1 B3@1 B2@1 S@1 U@1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("F0@{s} F1@{s}", "F1@{s} F0@{s}"), "F1@0 is slice 1 of micro-batch 0, before 0; forwards run from the first"),
+        (("B1@{s} F{n}@{s} B0@{s}", "B0@{s} F{n}@{s} B1@{s}"), "B0@0 is slice 0 of micro-batch 0, before 1; backwards"),
+        (("B3@{s} B2@{s}", "B2@{s} B3@{s}"), "B2@0 is slice 0 of micro-batch 1, before 1; backwards run from the last"),
+        (("B3@{s} B2@{s}", "I2@{s} I3@{s} W2@{s} W3@{s}"), "I2@0 is slice 0 of micro-batch 1, before 1; backwards run"),
+        (("F0@{s} F1@{s}", "F0+1@{s}"), "F0+1@0 runs 2 slices; it must run 1"),
+    ],
+)
+def test_the_order_of_slices(change, words):
+    """The same mistake on all devices, so that only the order of slices is wrong: parts in samples may run that way."""
+    wrong = []
+    for stage, line in enumerate(IN_SLICES):
+        before, after = (text.format(s=stage, n=3 - stage) for text in change)
+        assert before in line
+        wrong.append(line.replace(before, after))
+    check(by_hand(*IN_SLICES, parts=2, slices=2))
+    check(by_hand(*wrong, parts=2))
+    with pytest.raises(ScheduleError) as caught:
+        check(by_hand(*wrong, parts=2, slices=2))
+    assert words in str(caught.value)
+
+
+def test_halves_of_slices():
+    """The input halves run from the last slice to the first; the weight halves may follow in any order."""
+    halved = [line.replace(f"B3@{s} B2@{s}", f"I3@{s} I2@{s} W2@{s} W3@{s}") for s, line in enumerate(IN_SLICES)]
+    check(by_hand(*halved, parts=2, slices=2))
+
+
+def test_slices_are_the_only_parts():
+    with pytest.raises(ScheduleError, match="its micro-batches have 2 slices and 4 parts"):
+        check(by_hand(*IN_SLICES, micro_batches=1, parts=4, slices=2))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("slices", [2, 3, 6])
+def test_any_two_slices_in_the_wrong_order_are_found(devices, slices):
+    """Two slices of a micro-batch, exchanged on every device in their forwards or in their backwards."""
+    right = build_schedule("seq1f1b", devices=devices, micro_batches=3, slices=slices)
+    chance = random.Random(devices)
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for _ in range(10):
+            micro_batch = chance.randrange(3)
+            one, other = (slices * micro_batch + number for number in chance.sample(range(slices), 2))
+            exchanged = {one: other, other: one}
+            wrong = replace(
+                right,
+                operations=tuple(
+                    tuple(
+                        replace(o, micro_batches=tuple(exchanged.get(m, m) for m in o.micro_batches))
+                        if o.kind is kind
+                        else o
+                        for o in row
+                    )
+                    for row in right.operations
+                ),
+            )
+            with pytest.raises(ScheduleError) as caught:
+                check(wrong)
+            assert any(f"{kind}{number}@" in str(caught.value) for number in (one, other))
+
+
 def test_pipes():
     """Two pipes with one micro-batch each are right; a micro-batch that changes pipes or a missing stage is not."""
     lines = ["F0@0 F1@1:1 B1@1:1 B0@0 S@0 S@1:1 U@0 U@1:1", "F1@0:1 F0@1 B0@1 B1@0:1 S@1 S@0:1 U@1 U@0:1"]

@@ -37,6 +37,18 @@ def test_gpipe_and_1f1b(d):
 
 
 @pytest.mark.parametrize("d", DEPTHS)
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 8])
+def test_seq1f1b(d, k):
+    """The bubbles of 1F1B divided by the slices, and k - 1 slices more in flight than micro-batches in 1F1B."""
+    for n in sizes(d):
+        schedule = built("seq1f1b", d, n, slices=k)
+        for f, b in ((1, 2), (1, 1), (2, 3), (3, 1)):
+            assert idle(schedule, F=f, B=b) == [Fraction((d - 1) * (f + b), k)] * d
+        assert peak_activations(schedule) == pytest.approx([min(n, (d - s + k - 1) / k) for s in range(d)])
+        assert weight_copies(schedule) == [1] * d
+
+
+@pytest.mark.parametrize("d", DEPTHS)
 @pytest.mark.parametrize("v", [2, 3, 4])
 def test_interleaved(d, v):
     for k in (1, 2, 3, 4):

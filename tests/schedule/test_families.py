@@ -29,4 +29,5 @@ def test_a_family_describes_its_schedule(name):
     devices = next(devices for devices in (2, 4) if options_of(name, devices))
     schedule = family.build(devices=devices, micro_batches=max(2, least_micro_batches(name, devices)))
     assert schedule.name == name
+    assert (schedule.slices > 1) == family.sliced
     assert (schedule.iterations > 1) == family.asynchronous == bool(schedule.weight_version)

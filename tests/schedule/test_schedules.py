@@ -1,5 +1,7 @@
 """The orders of operations, the text form, the placement of syncs, and the errors."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,6 +75,19 @@ def test_order_of_hanayo():
         "F0@0 F1@0 F0@3 B0@3 F1@3 B1@3 B0@0 B1@0 S@3 S@0 U@3 U@0",
         "F0@1 F0@2 F1@1 F1@2 B0@2 B0@1 B1@2 B1@1 S@2 S@1 U@2 U@1",
     ]
+
+
+def test_order_of_seq1f1b():
+    """Slices 0 and 1 are those of micro-batch 0, 2 and 3 those of micro-batch 1, and so on."""
+    assert texts(build_schedule("seq1f1b", devices=3, micro_batches=3)) == [
+        "F0@0 F1@0 F2@0 F3@0 B1@0 F4@0 B0@0 F5@0 B3@0 B2@0 B5@0 B4@0 S@0 U@0",
+        "F0@1 F1@1 F2@1 B1@1 F3@1 B0@1 F4@1 B3@1 F5@1 B2@1 B5@1 B4@1 S@1 U@1",
+        "F0@2 F1@2 B1@2 F2@2 B0@2 F3@2 B3@2 F4@2 B2@2 F5@2 B5@2 B4@2 S@2 U@2",
+    ]
+    one = build_schedule("seq1f1b", devices=3, micro_batches=4, slices=1)
+    assert replace(one, name="1f1b") == build_schedule("1f1b", devices=3, micro_batches=4)
+    sliced = build_schedule("seq1f1b", devices=3, micro_batches=4, slices=3)
+    assert (sliced.parts, sliced.slices, sliced.sample_parts) == (3, 3, 1)
 
 
 def test_placement_of_chimera_on_four_pipes():
@@ -210,6 +225,8 @@ def test_text_forms_of_the_design():
         ("interleaved-1f1b", 4, 8, {"group": 9}, "group is 9; 8 micro-batches on 4 devices take from 4 to 8, or 0"),
         ("interleaved-1f1b", 4, 3, {"group": 4}, "group is 4; 3 micro-batches on 4 devices take 3, or 0 for 3"),
         ("interleaved-zero-bubble", 4, 8, {"group": -1}, "group is -1; 8 micro-batches on 4 devices take from 4 to 8"),
+        ("seq1f1b", 2, 2, {"slices": 0}, "slices is 0; it must be 1 or more"),
+        ("seq1f1b", 2, 2, {"recompute": "full"}, "option 'recompute' is unknown; its options are slices, sync"),
         ("pipedream", 2, 2, {"iterations": 0}, "iterations is 0; it must be 1 or more"),
         ("pipedream-2bw", 8, 6, {}, "use 7 micro-batches or more"),
         ("gems", 1, 2, {}, "need 2 devices or more"),

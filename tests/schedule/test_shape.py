@@ -18,6 +18,7 @@ OPTIONS = {
     "interleaved-1f1b": {"chunks": 3, "group": 5, "fewer": 1},
     "interleaved-zero-bubble": {"chunks": 3, "group": 3},
     "hanayo": {"waves": 2},
+    "seq1f1b": {"slices": 5},
     "chimera": {"scale": "doubling", "pipes": 2},
 }
 
@@ -50,7 +51,7 @@ def assert_shape(predicted: Shape, listed: Schedule) -> None:
     assert predicted.in_flight == tuple(in_flight(listed))
     peaks = [most(moments) for moments in highest_moments(predicted)]
     assert peaks == [most(moments) for moments in all_moments(listed)], listed.micro_batches
-    for field in ("stages", "devices", "micro_batches", "device_of", "recompute", "parts"):
+    for field in ("stages", "devices", "micro_batches", "device_of", "recompute", "parts", "slices", "sample_parts"):
         assert getattr(predicted, field) == getattr(listed, field), field
     halves = {o.stage for operations in listed.operations for o in operations if o.kind is Kind.BACKWARD_WEIGHT}
     assert predicted.split == halves

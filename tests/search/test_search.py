@@ -18,7 +18,7 @@ from auto3d.search.algorithms.exhaustive import exhaustive
 from auto3d.search.bound import least_s
 from auto3d.search.placement import PLACEMENTS, mesh, place
 from auto3d.search.space import EQUAL, UNEVEN, Candidate, Domain, SearchSpace, Workload
-from auto3d.simulate.costs import Costs, MessageCost
+from auto3d.simulate.costs import Costs, MessageCost, uniform
 from auto3d.simulate.simulate import simulate
 from tests.schedule.samples import BY_RULE
 from tests.search.cases import random_case, searched
@@ -226,7 +226,7 @@ def test_no_simulation_beats_its_bound(name):
     tightest = 0.0
     for devices in (1, 2, 3, 4):
         for micro_batches in (1, 2, 3, 4, 8, 11):
-            for options in ({}, {"recompute": "full"}):
+            for options in ({}, {"recompute": "full"}, {"slices": 3}):
                 try:
                     form = shape(name, devices=devices, micro_batches=micro_batches, options=options)
                 except InputError:
@@ -236,10 +236,22 @@ def test_no_simulation_beats_its_bound(name):
                     def times(least: float, count: int = form.stages) -> tuple[float, ...]:
                         return tuple(random.uniform(least, 1) * random.choice([1, 5]) for _ in range(count))
 
-                    half, other = times(0.1), times(0.1)
+                    def of_slice(whole: tuple[float, ...], slices: int = form.slices) -> tuple[tuple[float, ...], ...]:
+                        if slices == 1:
+                            return ()
+                        parts = [[random.uniform(0.1, 1) for _ in range(slices)] for _ in whole]
+                        return tuple(
+                            tuple(time * part / sum(row) for part in row)
+                            for time, row in zip(whole, parts, strict=True)
+                        )
+
+                    half, other, forward = times(0.1), times(0.1), times(0.1)
+                    backward = tuple(a + b for a, b in zip(half, other, strict=True))
                     costs = Costs(
-                        forward=times(0.1),
-                        backward=tuple(a + b for a, b in zip(half, other, strict=True)),
+                        forward=forward,
+                        backward=backward,
+                        forward_of_slice=of_slice(forward),
+                        backward_of_slice=of_slice(backward),
                         backward_input=half,
                         backward_weight=other,
                         recompute=times(0.0),
@@ -255,6 +267,21 @@ def test_no_simulation_beats_its_bound(name):
                     assert bound <= seconds, (devices, micro_batches, options)
                     tightest = max(tightest, bound / seconds)
     assert tightest > 0.4
+
+
+@pytest.mark.parametrize("busiest", [0, 3])
+def test_the_bound_is_exact_if_a_device_never_waits_and_slices_are_unequal(busiest):
+    """The first slice fills the pipeline up to the busiest device, and its gradient is the last to leave it."""
+    form = shape("seq1f1b", devices=4, micro_batches=6, options={"slices": 3})
+    whole = [8.0 if device == busiest else 1.0 for device in range(4)]
+    costs = replace(
+        uniform(form.schedule(), p2p=0.3),
+        forward=tuple(whole),
+        backward=tuple(2 * time for time in whole),
+        forward_of_slice=tuple((time / 8, time / 4, 5 * time / 8) for time in whole),
+        backward_of_slice=tuple((time / 4, 3 * time / 4, time) for time in whole),
+    )
+    assert least_s(form, costs) == pytest.approx(simulate(form.schedule(), costs).makespan)
 
 
 @pytest.mark.parametrize("seed", [0, 3, *soak(1, 2)])

@@ -22,13 +22,14 @@ from auto3d.search.order_problem import problem_of
 from auto3d.search.planned_model import PlannedLayers
 from auto3d.search.search import Budget, Search
 from auto3d.search.space import Candidate, Domain, SearchSpace, Workload
+from auto3d.search.synthesized import seed_candidates
 from auto3d.simulate.simulate import simulate
 from auto3d.synthesis.problem import peaks
 from tests.schedule.orders import named
 from tests.soak import soak
 
 BY_RULE = ["1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v", "chimera"]
-SYNCHRONOUS = [name for name, family in SCHEDULES.items() if not (family.asynchronous or family.explicit)]
+SYNCHRONOUS = [name for name, family in SCHEDULES.items() if family.automatic]
 CANDIDATE = Candidate(dp=1, tp=1, pp=4, micro_batch_size=1, schedule="synthesized")
 
 
@@ -197,7 +198,15 @@ def test_a_search_offers_it_as_one_more_schedule():
     best = search.ranked()[0]
     assert best.candidate.schedule == "synthesized"
     assert best.seconds == maker.model.seconds(best.plan) < search.ranked()[1].seconds
-    assert "synthesized" not in Domain(SearchSpace(), domain.cluster, domain.workload).choices["schedule"]
+
+
+def test_what_auto_leaves_out():
+    """The asynchronous schedules, the one that is sought, and the one that only causal models can run."""
+    domain, _ = case()
+    tried = Domain(SearchSpace(), domain.cluster, domain.workload).choices["schedule"]
+    seeds = {seed.schedule for seed in seed_candidates(CANDIDATE)}
+    assert set(SCHEDULES) - set(tried) == {"pipedream", "pipedream-2bw", "seq1f1b", "synthesized"}
+    assert seeds == set(tried)
 
 
 def test_an_order_is_not_sought_where_its_bound_is_too_high():

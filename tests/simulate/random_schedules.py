@@ -1,7 +1,7 @@
 """Random correct schedules and random costs.
 
 They have unequal stages and devices, several pipes and stages per device, doubled forwards, recomputation, split
-backwards and several iterations.
+backwards, slices of equal and unequal times, and several iterations.
 """
 
 import random
@@ -10,11 +10,13 @@ from auto3d.schedule.operation import Kind, Operation, Schedule
 from auto3d.simulate.costs import Costs, MessageCost
 
 
-def random_schedule(chance: random.Random) -> Schedule:
-    """A schedule made by running operations that are ready in random order."""
+def random_schedule(chance: random.Random, *, slices: int = 1) -> Schedule:
+    """A schedule made by running operations that are ready in random order; with ``slices`` if that is above 1."""
     devices, pipes = chance.randint(1, 4), chance.randint(1, 2)
     stages, micro_batches = devices * chance.randint(1, 2), chance.randint(1, 5)
     iterations, parts = chance.choice([(1, 1), (1, 2), (2, 1)])
+    if slices > 1:
+        parts = slices
     recompute = frozenset(stage for stage in range(stages) if chance.random() < 0.3)
     device_of = {(stage, pipe): chance.randrange(devices) for stage in range(stages) for pipe in range(pipes)}
 
@@ -23,19 +25,25 @@ def random_schedule(chance: random.Random) -> Schedule:
     for iteration in range(iterations):
         before_sync: dict[tuple[int, int], set[Operation]] = {pipe_stage: set() for pipe_stage in device_of}
         first = iteration * micro_batches * parts
-        groups = _groups(chance, range(first, first + micro_batches * parts))
+        numbers = range(first, first + micro_batches * parts)
+        groups = _groups(chance, numbers) if slices == 1 else [(number,) for number in numbers]
+        pipe = 0
+        before_backward: dict[int, set[Operation]] = {}  # stage -> what runs before its newest backward
         for group in groups:
-            pipe = chance.randrange(pipes)
+            of_slice = group[0] % slices
+            if of_slice == 0:
+                pipe = chance.randrange(pipes)
             forwards, gradients = set(), set()
             for stage in range(stages):
                 forward = Operation(Kind.FORWARD, stage, group, pipe)
-                waiting.append((forward, set(forwards)))
+                earlier = {Operation(Kind.FORWARD, stage, (group[0] - 1,), pipe)} if of_slice else set()
+                waiting.append((forward, forwards | earlier))
                 forwards = {forward}
             for stage in reversed(range(stages)):
                 forwards = {Operation(Kind.FORWARD, stage, group, pipe)}
                 made = set()
                 for m in group:
-                    before = gradients | forwards
+                    before = set(gradients | forwards)
                     if stage in recompute and chance.random() < 0.5:
                         recomputation = Operation(Kind.RECOMPUTE, stage, (m,), pipe)
                         waiting.append((recomputation, forwards))
@@ -43,6 +51,9 @@ def random_schedule(chance: random.Random) -> Schedule:
                     halves = chance.random() < 0.3
                     backward = Operation(Kind.BACKWARD_INPUT if halves else Kind.BACKWARD, stage, (m,), pipe)
                     waiting.append((backward, before))
+                    if of_slice:  # the previous backward is that of the slice before, and comes after this one
+                        before_backward[stage].add(backward)
+                    before_backward[stage] = before
                     made.add(backward)
                     last = backward
                     if halves:
@@ -81,6 +92,7 @@ def random_schedule(chance: random.Random) -> Schedule:
         operations=tuple(map(tuple, order)),
         recompute=recompute,
         parts=parts,
+        slices=slices,
         iterations=iterations,
     )
 
@@ -89,10 +101,22 @@ def random_costs(chance: random.Random, schedule: Schedule) -> Costs:
     def times(count: int, scale: float = 1.0) -> tuple[float, ...]:
         return tuple(scale * chance.choice([0.0, 1.0, chance.random()]) for _ in range(count))
 
+    def of_slice(whole: tuple[float, ...]) -> tuple[tuple[float, ...], ...]:
+        if schedule.slices == 1 or chance.random() < 0.3:
+            return ()
+        rows = []
+        for time in whole:
+            parts = [chance.random() for _ in range(schedule.slices)]
+            rows.append(tuple(time * part / sum(parts) for part in parts))
+        return tuple(rows)
+
     communication = chance.choice([0.0, 1.0])
+    forward, backward = times(schedule.stages), times(schedule.stages, 2)
     return Costs(
-        forward=times(schedule.stages),
-        backward=times(schedule.stages, 2),
+        forward=forward,
+        backward=backward,
+        forward_of_slice=of_slice(forward),
+        backward_of_slice=of_slice(backward),
         backward_input=times(schedule.stages),
         backward_weight=times(schedule.stages),
         recompute=times(schedule.stages),

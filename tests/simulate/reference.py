@@ -53,7 +53,12 @@ def reference_times(schedule: Schedule, costs: Costs) -> dict[Place, tuple[float
             return 0.0
         if operation.kind == "U":
             return costs.update[stage] / speed
-        time = costs.times_of(operation.kind)[stage] * len(operation.micro_batches)
+        of_slice = {"F": costs.forward_of_slice, "B": costs.backward_of_slice}.get(operation.kind)
+        equal = costs.times_of(operation.kind)[stage]
+        time = sum(
+            of_slice[stage][m % schedule.slices] * schedule.slices if of_slice else equal
+            for m in operation.micro_batches
+        )
         if operation.kind in "BI" and stage in schedule.recompute:
             done = [m for p in makers("R", stage, operation.micro_batches) for m in at(p).micro_batches]
             time += costs.recompute[stage] * sum(m not in done for m in operation.micro_batches)

@@ -87,6 +87,10 @@ def test_labels():
     halves = build_schedule("chimera", devices=4, micro_batches=8, scale="halving")
     assert micro_batch_label(halves, Operation(Kind.FORWARD, 0, (2, 3))) == "1"
     assert micro_batch_label(halves, Operation(Kind.BACKWARD, 0, (3,))) == "1b"
+    slices = build_schedule("seq1f1b", devices=2, micro_batches=3, slices=60)
+    named = {0: "a", 1: "b", 25: "z", 26: "aa", 27: "ab", 51: "az", 52: "ba", 59: "bh"}
+    for number, letters in named.items():
+        assert micro_batch_label(slices, Operation(Kind.FORWARD, 0, (60 + number,))) == f"1{letters}"
 
 
 # Terminal
@@ -101,6 +105,16 @@ def test_terminal_without_colour():
         "     FFFF BBBBBBBB",
     ]
     assert not text.spans
+
+
+def test_terminal_shows_slices_where_their_letters_fit():
+    text = draw_terminal(timeline_of("seq1f1b", devices=2, micro_batches=2), width=80, colour=False)
+    assert text.plain.splitlines()[:4] == [
+        "P0  001··0b10a·1b1a",
+        "    FFF  BBFBB BBBB",
+        "P1  ·000b10a11b1a··",
+        "     FFBBFBBFBBBB",
+    ]
 
 
 @pytest.mark.parametrize("name", BY_RULE)

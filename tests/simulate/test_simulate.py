@@ -8,7 +8,7 @@ import pytest
 
 from auto3d.errors import InputError
 from auto3d.schedule import build_schedule
-from auto3d.schedule.check import ScheduleError
+from auto3d.schedule.check import ScheduleError, _check_slices
 from auto3d.schedule.operation import Schedule, parse
 from auto3d.simulate.costs import Costs, MessageCost, uniform
 from auto3d.simulate.critical_path import count, critical_numbers, critical_path
@@ -18,12 +18,13 @@ from tests.schedule.samples import BY_RULE
 from tests.simulate.random_schedules import random_costs, random_schedule
 from tests.simulate.reference import reference_times
 
-SEEDS = range(200)
+SEEDS = range(260)
+SLICED = 200  # the first seed whose micro-batches have slices
 
 
 def random_case(seed: int) -> tuple[Schedule, Costs]:
     chance = random.Random(seed)
-    schedule = random_schedule(chance)
+    schedule = random_schedule(chance, slices=1 if seed < SLICED else 2 + seed % 2)
     return schedule, random_costs(chance, schedule)
 
 
@@ -42,6 +43,17 @@ def test_equal_to_the_reference(seed):
     assert found.keys() == wanted.keys()
     for place, times in wanted.items():
         assert found[place] == pytest.approx(times, abs=1e-9), schedule.operations[place[0]][place[1]]
+
+
+def test_random_cases_have_what_the_simulator_knows():
+    cases = [random_case(seed) for seed in SEEDS]
+    unequal = [schedule for schedule, costs in cases if costs.forward_of_slice and costs.backward_of_slice]
+    assert len(unequal) > 20
+    for schedule in unequal:
+        _check_slices(schedule)
+    assert any(schedule.recompute and schedule.iterations > 1 for schedule in unequal)
+    assert any(bool(costs.forward_of_slice) != bool(costs.backward_of_slice) for _, costs in cases)
+    assert any(len(o.micro_batches) > 1 for schedule, _ in cases for row in schedule.operations for o in row)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -145,6 +157,31 @@ def test_parts_and_speeds():
     assert simulate(schedule, replaced(uniform(schedule), speed=(2.0,))).end == [0.5, 1, 1.5]
 
 
+def test_slices_have_times_of_their_own():
+    schedule = by_hand("F0@0 F1@0 B1@0 B0@0", "F0@1 F1@1 B1@1 B0@1", micro_batches=1, parts=2, slices=2)
+    times = {"forward_of_slice": ((0.25, 0.75), (0.5, 0.5)), "backward_of_slice": ((0.5, 1.5), (0.25, 1.75))}
+    costs = replaced(uniform(schedule), **times, messages=(MessageCost(forward=1.0, backward=2.0),))
+    timeline = simulate(schedule, costs)
+    # F0 arrives at 0.25 + 0.5, F1 behind it at 1.5; B1 leaves at 3.75, B0 at 4
+    assert timeline.start[4:] == [0.75, 1.5, 2, 3.75]
+    assert timeline.start[:4] == [0, 0.25, 4.75, 6.25]
+    assert timeline.makespan == 6.75
+    fast = simulate(schedule, replaced(costs, speed=(2.0, 1.0)))
+    assert fast.end[:2] == [0.125, 0.5]
+
+
+def test_halves_and_recomputations_of_slices_are_equal_parts():
+    schedule = by_hand(
+        "F0@0 F1@0 R1@0 I1@0 B0@0 W1@0", stages=1, micro_batches=1, parts=2, slices=2, recompute=frozenset({0})
+    )
+    costs = replaced(
+        uniform(schedule, recompute=0.5, backward_input=1.5, backward_weight=0.5),
+        forward_of_slice=((0.25, 0.75),),
+        backward_of_slice=((0.5, 1.5),),
+    )
+    assert simulate(schedule, costs).end == [0.25, 1, 1.25, 2, 2.75, 3]
+
+
 def test_a_deadlock_names_the_operations():
     schedule = by_hand("F0@0 B0@0 F1@0 B1@0", "F0@1 F1@1 B0@1 B1@1")
     with pytest.raises(ScheduleError) as caught:
@@ -229,6 +266,26 @@ def test_costs_that_cannot_be():
         simulate(schedule, replaced(uniform(schedule), messages=()))
 
 
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ({"forward_of_slice": ((0.5, 0.5),)}, "forward_of_slice has 2 slices; .* for each of 2 stages"),
+        ({"backward_of_slice": ((1, 1), (2,))}, "backward_of_slice has 2, 1 slices; .* equally many"),
+        ({"forward_of_slice": ((0.5, 0.5), (1.5, -0.5))}, "forward of slice 1 of stage 1 is -0.5"),
+        ({"forward_of_slice": ((0.5, 0.5), (0.5, 0.4))}, "slices of stage 1 add up to 0.9; forward of stage 1 is 1"),
+        ({"backward_of_slice": ((0.5, 0.5), (1, 1))}, "slices of stage 0 add up to 1; backward of stage 0 is 2"),
+        ({"backward_of_slice": ((0.5, 0.5, 1),) * 2}, "backward_of_slice has 3 slices; schedule seq1f1b runs 2 slices"),
+    ],
+)
+def test_times_of_slices_that_cannot_be(times, words):
+    schedule = build_schedule("seq1f1b", devices=2, micro_batches=2)
+    with pytest.raises(InputError, match=words):
+        simulate(schedule, replaced(uniform(schedule), **times))
+    whole = build_schedule("1f1b", devices=2, micro_batches=2)
+    with pytest.raises(InputError, match="forward_of_slice has 2 slices; schedule 1f1b runs 1 slice per micro-batch"):
+        simulate(whole, replaced(uniform(whole), forward_of_slice=((0.5, 0.5),) * 2))
+
+
 def test_halves_of_the_backward():
     schedule = build_schedule("1f1b", devices=2, micro_batches=2)
 
@@ -244,7 +301,13 @@ def test_halves_of_the_backward():
 
 
 def by_hand(
-    *lines: str, stages: int = 2, micro_batches: int = 2, pipes: int = 1, parts: int = 1, recompute=frozenset()
+    *lines: str,
+    stages: int = 2,
+    micro_batches: int = 2,
+    pipes: int = 1,
+    parts: int = 1,
+    slices: int = 1,
+    recompute=frozenset(),
 ) -> Schedule:
     return Schedule(
         name="by hand",
@@ -253,6 +316,7 @@ def by_hand(
         device_of={(stage, pipe): stage for stage in range(stages) for pipe in range(pipes)},
         operations=tuple(tuple(parse(word) for word in line.split()) for line in lines),
         parts=parts,
+        slices=slices,
         recompute=recompute,
     )
 

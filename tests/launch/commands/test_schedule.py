@@ -107,6 +107,17 @@ def test_groups_and_waves(simulated):
     assert simulated("hanayo", 4, 4, "--waves", "3")["makespan"] == pytest.approx(12 + 2)
 
 
+def test_slices_of_the_sequence(simulated, auto3d):
+    """The command's default is two slices; three have a third of the bubbles of 1F1B."""
+    assert simulated("seq1f1b", 4, 6)["makespan"] == pytest.approx(18 + 9 / 2)
+    sliced = simulated("seq1f1b", 4, 6, "--slices", "3")
+    assert sliced["makespan"] == pytest.approx(18 + 9 / 3)
+    assert sliced["peak_activations"] == pytest.approx([6 / 3, 5 / 3, 4 / 3, 3 / 3])
+    assert sliced["operations"][3][:6] == ["F0@3", "F1@3", "F2@3", "B2@3", "F3@3", "B1@3"]
+    compared = auto3d("--compare", "1f1b,seq1f1b:slices=3", "--stages", "4", "--micro-batches", "6")
+    assert [line.split()[:2] for line in compared.splitlines()[3:5]] == [["1f1b", "27"], ["seq1f1b:slices=3", "21"]]
+
+
 def test_chimera_with_more_pipes(simulated):
     for depth, pipes in [(4, 4), (8, 4), (8, 8), (12, 6)]:
         found = simulated("chimera", depth, depth, "--pipes", str(pipes), *times(1, 1))
@@ -216,6 +227,9 @@ def test_files(auto3d, tmp_path):
         ("1f1b --stages 4 --micro-batches 4 --pipes 2", "it has no --pipes; it takes --recompute, --sync-placement"),
         ("--compare gpipe,1f1b --stages 4 --micro-batches 4 --pipes 2", "--pipes: none of gpipe, 1f1b takes it"),
         ("--compare chimera:scale --stages 4 --micro-batches 4", "write NAME:option=value"),
+        ("seq1f1b --stages 4 --micro-batches 4 --slices 0", "slices is 0; it must be 1 or more"),
+        ("seq1f1b --stages 4 --micro-batches 4 --save x.json", "it runs micro-batches in parts"),
+        ("seq1f1b --stages 4 --micro-batches 4 --csv x.csv", "cannot express operations on other than one whole"),
         ("1f1b --stages 4 --micro-batches 4 --sync-placement soon", "'soon' is not one of 'lazy', 'eager'"),
         ("chimera --stages 4 --micro-batches 4 --scale tripling", "direct, doubling, halving"),
         ("1f1b --stages four --micro-batches 4", "'four' is not a valid integer"),
