@@ -93,13 +93,11 @@ class AttentionToEarlier(nn.Module):
         self._slices, self._names, self._number = slices, names, number
 
     def forward(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        joined = args[: len(self._names)]
+        # autograd keeps this function as long as what it packs, so it must not refer to the joined values.
+        places = {(value.data_ptr(), value.shape): place for place, value in enumerate(args[: len(self._names)])}
 
         def pack(saved: torch.Tensor) -> torch.Tensor | int:
-            for place, value in enumerate(joined):
-                if saved.data_ptr() == value.data_ptr() and saved.shape == value.shape:
-                    return place
-            return saved
+            return places.get((saved.data_ptr(), saved.shape), saved)
 
         def unpack(kept: torch.Tensor | int) -> torch.Tensor:
             if isinstance(kept, torch.Tensor):
