@@ -93,11 +93,12 @@ class AttentionToEarlier(nn.Module):
         self._slices, self._names, self._number = slices, names, number
 
     def forward(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # autograd keeps this function as long as what it packs, so it must not refer to the joined values.
-        places = {(value.data_ptr(), value.shape): place for place, value in enumerate(args[: len(self._names)])}
+        # Autograd keeps the hooks as long as the activations, so they must not refer to the joined tensors.
+        memory = {value.data_ptr(): (place, value.shape) for place, value in enumerate(args[: len(self._names)])}
 
         def pack(saved: torch.Tensor) -> torch.Tensor | int:
-            return places.get((saved.data_ptr(), saved.shape), saved)
+            place, shape = memory.get(saved.data_ptr(), (-1, None))
+            return place if saved.shape == shape else saved
 
         def unpack(kept: torch.Tensor | int) -> torch.Tensor:
             if isinstance(kept, torch.Tensor):

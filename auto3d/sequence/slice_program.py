@@ -106,7 +106,8 @@ class _SliceBuilder:
     _division: dict[fx.Node, Split] = field(default_factory=dict)
     """How the slices divide a value: one that a slice has its own part of, or one of the whole sequence that follows
     from inputs."""
-    _rows: dict[fx.Node | int, fx.Node] = field(default_factory=dict)  # mask, or length of a slice -> its rows
+    _follows_sequence: set[fx.Node] = field(default_factory=set)  # inputs with a sequence, and all that depends on them
+    _rows: dict[fx.Node | None, fx.Node] = field(default_factory=dict)  # mask, or None if the kernel's -> its rows here
     _at: str = ""  # name of the operation of the whole program that is being added
 
     @property
@@ -122,14 +123,13 @@ class _SliceBuilder:
             self._whole[node] = copy
             if node.name in self.sequence:
                 self._division[node] = self.sequence[node.name]
+                self._follows_sequence.add(node)
         for call in calls_of(program):
             self._at = call.node.name
             self._add(call)
         loss = next(node for node in program.nodes if node.name == self.exported.loss)
         if loss in self._own:
             raise refused(f"its loss {loss.name} is no mean over places of the sequence")
-        if not self._own:
-            raise refused("none of its values follows the sequence of its inputs")
         self.graph.output((self._whole[loss],)).meta["val"] = None
         self.graph.eliminate_dead_code()
         return SliceProgram(
@@ -143,6 +143,16 @@ class _SliceBuilder:
         runs_in_slices = any(operand in self._own for operand in call.operands)
         divided = any(operand in self._division for operand in call.operands)
         learned = any(node.meta["val"].requires_grad for node in call.result_nodes if _is_tensor(node))
+        counted = call.node.name in {term.name for term in self.terms.counted}
+        if runs_in_slices and (counted or call.node.name in self.terms.constant):
+            self._add_mean(call)
+            return
+        if counted:
+            raise self._refused(call, "is a mean of values that do not follow the sequence")
+        if not self._follows_sequence.isdisjoint(call.operands):
+            self._follows_sequence.update(call.result_nodes)
+            if learned and not divided:
+                raise self._refused(call, "combines places of the sequence")
         if not runs_in_slices and not (divided and learned):
             args, kwargs = fx.node.map_arg((call.node.args, call.node.kwargs), self._whole.__getitem__)
             self._put(call, call.node.target, args, kwargs, self._whole)
@@ -150,8 +160,6 @@ class _SliceBuilder:
                 self._note(call, way[1])
         elif call.node.target is ATTENTION:
             self._add_attention(call)
-        elif call.node.name in {term.name for term in self.terms.counted} | set(self.terms.constant):
-            self._add_mean(call)
         else:
             self._add_own(call)
 
@@ -221,12 +229,9 @@ class _SliceBuilder:
             shape = tuple(mask.meta["val"].shape[-2:]) if isinstance(mask, fx.Node) else ()
             if not isinstance(mask, fx.Node) or mask in self._own or shape != (self._length, self._length):
                 raise self._refused(call, "lets tokens attend to later ones")
-            if mask not in self._rows:
-                name = f"{mask.name}_rows"
-                self._rows[mask] = self._new(name, CAUSAL_ROWS, (self._whole[mask], first, last), {}, call.node)
-            rows = self._rows[mask]
+            rows = self._rows_of(call, mask, first, last)
         elif first:
-            rows = self._causal_rows(call, first, last)
+            rows = self._rows_of(call, None, first, last)
         joined = []
         for what, node in (("keys", key), ("values", value)):
             name = f"{call.node.name}_{what}"
@@ -238,19 +243,34 @@ class _SliceBuilder:
         self._own[call.node] = self._new(call.node.name, ATTENTION, args, others, call.node)
         self._division[call.node] = expected[0]
 
-    def _causal_rows(self, call: Call, first: int, last: int) -> fx.Node:
-        """[last - first, last]: whether a token of the slice sees each token up to the slice's last one."""
-        if first not in self._rows:
-            options = {"dtype": torch.bool, "device": torch.device("meta")}
-            ones = self._new(f"{call.node.name}_ones", _aten.ones.default, ([last - first, last],), options, call.node)
-            self._rows[first] = self._new(f"{call.node.name}_rows", _aten.tril.default, (ones, first), {}, call.node)
-        return self._rows[first]
+    def _rows_of(self, call: Call, mask: fx.Node | None, first: int, last: int) -> fx.Node:
+        """What attention adds to the scores of the slice's tokens, [..., last - first, last]: nothing for those that a
+        token sees. It sees what ``mask`` shows, or without one all tokens up to itself.
+
+        As a mask of numbers, which layers share. The kernel would make one of a mask of booleans, and each layer's
+        backward would keep its own.
+        """
+        if mask in self._rows:
+            return self._rows[mask]
+        options: dict[str, Any] = {"dtype": torch.bool, "device": torch.device("meta")}
+        name = f"{call.node.name}_rows"
+        if mask is None:
+            sees = self._new(f"{name}_ones", _aten.ones.default, ([last - first, last],), options, call.node)
+            sees = self._new(f"{name}_sees", _aten.tril.default, (sees, first), {}, call.node)
+        else:
+            sees = self._new(f"{name}_sees", CAUSAL_ROWS, (self._whole[mask], first, last), {}, call.node)
+        if sees.meta["val"].dtype is torch.bool:
+            options["dtype"] = call.operands[0].meta["val"].dtype
+            zeros = self._new(f"{name}_zeros", _aten.zeros.default, (list(sees.meta["val"].shape),), options, call.node)
+            hidden = self._new(f"{name}_hidden", _aten.logical_not.default, (sees,), {}, call.node)
+            infinity = float("-inf")
+            sees = self._new(name, _aten.masked_fill.Scalar, (zeros, hidden, infinity), {}, call.node)
+        self._rows[mask] = sees
+        return sees
 
     def _add_mean(self, call: Call) -> None:
         """Add a term of the loss as the mean over the slice's places."""
-        first = next((number for number, operand in enumerate(call.operands) if operand in self._own), None)
-        if first is None:
-            raise self._refused(call, "has operands that are not made from places of the sequence")
+        first = next(number for number, operand in enumerate(call.operands) if operand in self._own)
         split = self._division[call.operands[first]]
         needs: list[Split | None] = [split] * len(call.operands)
         targets, weight = call.operand_number("target"), call.operand_number("weight")

@@ -55,6 +55,8 @@ def critical_numbers(timeline: Timeline) -> list[int]:
         (n for n in range(len(start)) if max(timeline.end[n], _sync_end(timeline, n)) >= timeline.makespan - close),
         key=lambda number: (backwards[number], number),
     )
+    if timeline.end[last] < timeline.makespan - close:  # its all-reduce ends last, behind others of its device
+        last = maker[last]
     path = []
     while last >= 0:
         path.append(last)

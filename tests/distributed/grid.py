@@ -33,6 +33,12 @@ MODELS = {  # model -> the largest number of stages into which the grid cuts it
     "averaging": 2,  # code without gradients, a buffer that is written and then used, a loss that is used again
     "twins": 16,  # stages without parameters, embeddings of equal shape that are not tied, a shared input
 }
+CAUSAL = {  # those for schedules that run slices of the sequence
+    "gpt2-4-heads-dropout": 16,  # a tied weight, dropout
+    "llama-grouped-query": 16,  # rotary positions, keys and values that heads share
+    "two-losses": 4,  # two terms of the loss, on two stages
+}
+SLICES = [{"slices": slices} for slices in (2, 4)]  # they divide the sequence of the models
 ONE_COPY = {"averaging"}  # its forward reads a buffer that all earlier micro-batches have written
 
 
@@ -81,7 +87,7 @@ def plan_of(cell: Cell) -> Plan:
         cell.model,
         dp=cell.dp,
         pp=cell.devices,
-        micro_batch_size=SAMPLES * schedule.parts,
+        micro_batch_size=SAMPLES * schedule.sample_parts,
         micro_batches=schedule.micro_batches,
         schedule=cell.schedule,
         options=_options(cell),
@@ -112,14 +118,14 @@ def cells() -> tuple[Cell, ...]:
 
 def _cells() -> Iterator[Cell]:
     for name, (devices, dp) in product(BY_RULE, WIDTHS):
-        for options in options_of(name, devices):
+        for options in SLICES if "slices" in SCHEDULES[name].options else options_of(name, devices):
             schedule = build_schedule(name, devices=devices, micro_batches=devices, **options)
             if schedule.weight_version:  # an asynchronous schedule does not equal one process
                 continue
             copies = dp * len({pipe for _, pipe in schedule.device_of})
             models = [
                 model
-                for model, most in MODELS.items()
+                for model, most in (CAUSAL if schedule.slices > 1 else MODELS).items()
                 if schedule.stages <= most and (copies == 1 or model not in ONE_COPY)
             ]
             if "recompute" in SCHEDULES[name].options:

@@ -29,9 +29,10 @@ from auto3d.plan import SUB_PIPELINED
 from auto3d.runtime.measurement import Environment
 from auto3d.runtime.rank import check_plan
 from auto3d.runtime.settings import TrainingSettings
-from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule import SCHEDULES, build_schedule, samples_at_once
 from tests.distributed import asynchronous, tensor_grid, tracer
 from tests.distributed.found_orders import FOUND, MICRO_BATCHES
+from tests.distributed.grid import SLICES
 from tests.distributed.parity import SGD, assert_close, assert_parity, make_plan, plain_pytorch, run_rank
 from tests.models import captured
 from tests.processes import ProcessPool
@@ -138,7 +139,7 @@ ASYNCHRONOUS = [name for name, order in SCHEDULES.items() if order.asynchronous]
 def orders(devices: int) -> Iterator[tuple[str, str, dict]]:
     """Label, schedule and options of each synchronous schedule, and of orders that the search found."""
     for name in BY_RULE:
-        for options in options_of(name, devices):
+        for options in SLICES if "slices" in SCHEDULES[name].options else options_of(name, devices):
             if not build_schedule(name, devices=devices, micro_batches=devices, **options).weight_version:
                 yield " ".join([name, *(f"{key}={value}" for key, value in options.items())]), name, options
     for found in FOUND:
@@ -148,21 +149,26 @@ def orders(devices: int) -> Iterator[tuple[str, str, dict]]:
 
 
 def train(processes: Processes, model: str, name: str, options: dict, *, dp: int, pp: int, iterations: int):
-    """The histories of the ranks and of one process; raises AssertionError if a rank failed."""
+    """The histories of the ranks and of one process.
+
+    Raises InputError if the plan is refused, and AssertionError if a rank failed.
+    """
     schedule = build_schedule(name, devices=pp, micro_batches=BATCH.micro_batches, **options)
     plan = make_plan(
         model,
         dp=dp,
         pp=pp,
-        micro_batch_size=BATCH.micro_batch_size * schedule.parts,
+        micro_batch_size=BATCH.micro_batch_size * schedule.sample_parts,
         micro_batches=BATCH.micro_batches,
         schedule=name,
         options=options,
         stages=uniform(captured(model, BATCH.micro_batch_size).graph, schedule.stages),
         seed=BATCH.seed,
     )
+    settings = TrainingSettings(iterations=iterations, optimizer=OPTIMIZER, device="cpu", threads_per_rank=1)
+    check_plan(captured(model, samples_at_once(plan)), plan, settings)
     ranks = processes.run(plan.ranks, run_rank, model, plan, OPTIMIZER, None, None, iterations)
-    return ranks, reference(model, schedule.parts, dp, iterations)
+    return ranks, reference(model, schedule.sample_parts, dp, iterations)
 
 
 def failure(error: AssertionError) -> str:
@@ -173,6 +179,8 @@ def failure(error: AssertionError) -> str:
 def ours(report: Report, processes: Processes, model: str, *, name: str, options: dict, dp: int, pp: int) -> str:
     try:
         ranks, expected = train(processes, model, name, options, dp=dp, pp=pp, iterations=BATCH.iterations)
+    except InputError as refusal:
+        return report.cell("auto3d", "refused", note=str(refusal))
     except AssertionError as error:
         return report.cell("auto3d", "failed", note=failure(error))
     error = gradient_error(

@@ -87,6 +87,7 @@ CLIP_NOTHING = replace(ADAMW, clip_norm=0.0)
         *soak(
             ("t5", {"dp": 1, "pp": 2}, {"schedule": "zb-v"}, ADAMW),
             ("gpt2", {"dp": 1, "pp": 2}, {"schedule": "chimera"}, SGD),
+            ("llama", {"dp": 2, "pp": 2}, {"schedule": "seq1f1b", "shard_optimizer": True}, ADAMW),
             ("t5-dropout", {"dp": 1}, BY_NAME["two-way-4-recompute"].choices, SGD),
             ("t5", {"dp": 1, "tp": 2, "pp": 2}, {"schedule": "zb-h1", "sequence_parallel": True}, SGD),
             ("llama", {"dp": 2, "tp": 2, "pp": 1}, {"schedule": "1f1b", "shard_optimizer": True}, ADAMW),

@@ -62,7 +62,7 @@ def plan_of(
         pp=pp,
         tp=tp,
         sequence_parallel=sequence_parallel,
-        micro_batch_size=2 * schedule.parts,
+        micro_batch_size=2 * schedule.sample_parts,
         micro_batches=micro_batches,
         schedule=name,
         options=options,

@@ -52,6 +52,7 @@ CASES = [
     Case(model="resnet-transformers", pp=2, schedule="chimera"),
     Case(model="llama", pp=4, schedule="pipedream", options={"iterations": 2}),
     Case(model="bert-dropout", **BY_NAME["two-way-2-recompute"].choices),
+    Case(model="gpt2-4-heads-dropout", schedule="seq1f1b", options={"slices": 2}),
     Case(model="gpt2-4-heads-dropout", tp=2, more={"sequence_parallel": True, "tensor_overlap": "sub-pipelined"}),
     *soak(
         Case(model="gpt2-4-heads-dropout", tp=2, more={"sequence_parallel": True}),
@@ -76,7 +77,7 @@ def plan_of(case: Case) -> Plan:
         tp=case.tp,
         pp=case.pp,
         micro_batches=case.micro_batches,
-        micro_batch_size=2 * shape.parts,
+        micro_batch_size=2 * shape.sample_parts,
         schedule=case.schedule,
         options=case.options,
         stages=uniform(captured(case.model, 2).graph, shape.stages),

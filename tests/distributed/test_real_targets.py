@@ -189,6 +189,10 @@ CASES: Mapping[str, tuple[str, Any]] = {
         "bert-4-heads",
         {"dp": 2, "tp": 2, "pp": 1, "micro_batches": 2, "sequence_parallel": True},
     ),
+    "slices of the sequence": (
+        "gpt2",
+        {"dp": 2, "pp": 2, "micro_batches": 3, "schedule": "seq1f1b", "options": {"slices": 4}},
+    ),
     "two losses": ("two-losses", {"dp": 2, "pp": 2, "micro_batches": 3}),
     "halves": (
         "gpt2-4-heads",
@@ -197,7 +201,8 @@ CASES: Mapping[str, tuple[str, Any]] = {
 }
 
 
-UNCLIPPED = ("chimera", "t5", "halves", "two losses")  # their updates wait for sums only because targets are ignored
+# Their updates wait for sums only because targets are ignored.
+UNCLIPPED = ("chimera", "t5", "halves", "two losses", "slices of the sequence")
 
 
 ALIKE = ("gems", "recomputed", "t5", "tp2 pp2")  # the suite has other pipes, options and models; "halves" is tp2 pp2

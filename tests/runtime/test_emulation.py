@@ -67,6 +67,18 @@ def test_the_cost_model_supplies_the_remaining_times():
     assert sliced == plain, "the graph has all the samples"
 
 
+def test_what_a_stage_keeps_is_a_fraction_of_its_time():
+    graph = captured("gpt2", 2).graph
+    forward_s = analytic(graph).forward_s
+    half = len(graph.nodes) // 2
+    stages = [replace(stage, kept=((0, half),)) for stage in uniform(graph, 1)]
+    dropped = 1 - sum(forward_s[:half]) / sum(forward_s)
+    assert 0.1 < dropped < 0.9
+    for name, options in (("1f1b", {}), ("seq1f1b", {"slices": 4})):
+        schedule = build_schedule(name, devices=1, micro_batches=4, **options)
+        assert Emulation(forward_s=2.0).costs(graph, stages, schedule, dp=1).recompute == pytest.approx((2 * dropped,))
+
+
 def test_a_list_of_wrong_length_is_refused():
     for name in ("forward_s", "send_bytes", "sync_bytes"):
         with pytest.raises(InputError, match=f"{name} has 3 values, and the plan 2 stages; it takes a number, or one"):

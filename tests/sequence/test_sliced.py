@@ -205,7 +205,7 @@ def test_a_mask_that_shows_later_slices_is_refused_when_it_comes(is_float):
             "gpt2-dropout",
             "_attention of transformer.h.0.attn draws random numbers inside of attention",
         ),
-        ("t5", "_attention of decoder.block.0.layer.1.EncDecAttention attends to another sequence"),
+        ("t5", "embedding of decoder.embed_tokens combines places of the sequence"),
         ("vit", "it has no input of tokens, .* or of vectors"),
         ("twins", "matmul of the model combines places of the sequence"),
         ("residual", "writes to the buffer normal.num_batches_tracked once per micro-batch"),

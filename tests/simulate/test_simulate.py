@@ -112,6 +112,15 @@ def test_a_message_waits_only_for_earlier_ones_of_its_direction():
     assert [str(o) for o in critical_path(timeline)] == ["F0@0", "F1@1", "B0@1", "B1@0"]
 
 
+def test_an_all_reduce_that_ends_last_waits_for_the_one_before_it():
+    one_device = by_hand("F0@0 F0@1 B0@1 S@1 B0@0 S@0", micro_batches=1)
+    schedule = replace(one_device, device_of={(0, 0): 0, (1, 0): 0})
+    costs = replaced(uniform(schedule), forward=(1, 1), backward=(2, 2), sync=(1, 9))
+    timeline = simulate(schedule, costs)
+    assert [(sync.begin, sync.end) for sync in timeline.syncs] == [(13, 14), (4, 13)]
+    assert [str(o) for o in critical_path(timeline)] == ["F0@0", "F0@1", "B0@1", "S@1"]
+
+
 @pytest.mark.parametrize(("message", "begin"), [(2.0, 6.0 + 2.0), (5.0, 3.0 + 2 * 5.0)])
 def test_an_operation_on_several_micro_batches_sends_each_once_it_is_done(message, begin):
     """Each forward takes 3. The first message leaves halfway through F0+1, and the second follows it."""
