@@ -46,7 +46,9 @@ class HeldTensor:
     name: str  # name of a value, a parameter or an input of the model, or a description
     kind: str  # an entry of DeviceMemory
     bytes: float
-    count: float  # micro-batches that hold it, versions of a weight, or the device's fraction of an optimizer's state
+    count: float
+    """Micro-batches, or parts of them, that hold it; versions of a weight; the device's fraction of an optimizer's
+    state."""
 
     @property
     def total(self) -> float:

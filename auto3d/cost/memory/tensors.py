@@ -14,9 +14,9 @@ import numpy as np
 from auto3d.capture.graph import Graph, GraphNode
 from auto3d.tensor.conversions import CONVERSIONS, Conversion
 
+WITH_EARLIER = "auto3d.with_earlier.default"  # joins the keys or the values of all slices so far
 # Operators whose backward returns the gradient of the result as that of each operand of the same shape.
 _PASSES_GRADIENT = ("aten.add.Tensor", "aten.add_.Tensor", "aten.alias.default", "aten.dropout.default")
-WITH_EARLIER = "auto3d.with_earlier.default"  # joins the keys or the values of all slices so far
 _TRANSPOSES = ("aten.transpose", "aten.permute", "aten.t.", "aten.swapaxes", "aten.movedim", "aten.expand")
 _IN_ORDER = ("aten.contiguous", "aten.reshape")  # they are views only of what is in order
 _ELEMENTWISE = ("aten.add.", "aten.mul.", "aten.sub.", "aten.div.", "aten.neg.", "aten.to.", "aten.gelu.", "aten.silu.")
