@@ -12,8 +12,9 @@ from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import Cluster
 from auto3d.cost.estimate import Estimate
 from auto3d.cost.model import CostModel
+from auto3d.cost.share import Share
 from auto3d.cost.training_options import TrainingOptions
-from auto3d.cost.work import Work, work_of, work_of_tensor_parallel
+from auto3d.cost.work import Work, work_of, work_of_local
 from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding, shard
 from auto3d.plan import Plan
@@ -22,7 +23,9 @@ from auto3d.search.make import PlanMaker
 from auto3d.search.planned_model import PlannedGraphs
 from auto3d.search.search import Budget, Ranked, Search
 from auto3d.search.space import Candidate, Domain, SearchSpace, Workload
-from auto3d.tensor.local_graph import local_graph
+from auto3d.sequence.slice_graphs import slice_graphs
+from auto3d.sequence.sliced import sliced
+from auto3d.tensor.local_graph import LocalGraph, local_graph
 from auto3d.tensor.model import tensor_parallel
 from auto3d.tensor.planned_split import planned_split
 from auto3d.tensor_placement import Split
@@ -67,12 +70,22 @@ class Planner:
             rules = tensor_rules or {}
             return planned_split(self._capture(samples), tp, rules=rules, sequence_parallel=sequence_parallel)
 
-        def split_work(samples: int, tp: int, sequence_parallel: bool) -> Work:
+        def shard_graph(samples: int, tp: int, sequence_parallel: bool) -> LocalGraph:
             chosen = model.split(samples, tp, sequence_parallel)
-            rank = tensor_parallel(self._capture(samples), tp, split=chosen, sequence_parallel=sequence_parallel)
-            return work_of_tensor_parallel(model.work(samples), local_graph(rank), precision=precision)
+            return local_graph(
+                tensor_parallel(self._capture(samples), tp, split=chosen, sequence_parallel=sequence_parallel)
+            )
 
-        model = PlannedGraphs(lambda samples: self._capture(samples).graph, work, cuts, split, split_work)
+        graphs_of_slices = cache(lambda samples, slices: slice_graphs(sliced(self._capture(samples), slices)))
+
+        def share_work(samples: int, share: Share) -> Work:
+            if share.slices > 1:
+                local = graphs_of_slices(samples, share.slices)[share.slice_number]
+            else:
+                local = shard_graph(samples, share.tp, share.sequence_parallel)
+            return work_of_local(model.work(samples), local, precision=precision)
+
+        model = PlannedGraphs(lambda samples: self._capture(samples).graph, work, cuts, split, share_work)
         self._model = CostModel(cluster, options, model.work)
         self._maker = PlanMaker(model, self._model, self._workload)
 

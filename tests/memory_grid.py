@@ -19,6 +19,7 @@ from tests.schedule.samples import BY_RULE
 
 MODELS = ("gpt2-wide", "bert-wide", "t5-wide", "llama-wide", "vit-wide")
 TIED = ("gpt2-wide", "bert-wide", "t5-wide")  # PipeDream would give both users of a weight different versions of it
+CAUSAL = ("gpt2-wide", "llama-wide")
 SAMPLES = 8  # samples that one operation runs
 NO_CLIPPING = replace(ADAMW, clip_norm=0.0)
 
@@ -31,6 +32,7 @@ class Cell:
     schedule: str = "1f1b"
     pp: int = 2
     micro_batches: int = 4
+    slices: int = 1  # slices of the sequence, under seq1f1b
     recompute: float | None = None  # fraction that the first stage keeps; None: it does not recompute
     dp: int = 1
     tp: int = 1
@@ -45,6 +47,7 @@ class Cell:
             f"dp{self.dp}-tp{self.tp}-pp{self.pp}",
             f"{self.micro_batches} micro-batches",
         ]
+        parts += [f"{self.slices} slices"] if self.slices > 1 else []
         parts += [] if self.recompute is None else [f"recompute keeping {self.recompute}"]
         parts += [f"replicas {'+'.join(map(str, self.replicas))}"] if self.replicas else []
         parts += ["sequence-parallel"] * self.sequence_parallel + ["ZeRO-1"] * self.shard_optimizer
@@ -74,8 +77,10 @@ def grid() -> Iterator[Cell]:
     """Every schedule with every family, and the other axes with some of each."""
     for model in MODELS:
         for schedule in BY_RULE:
-            if schedule != "pipedream" or model not in TIED:
+            if schedule != "seq1f1b" and (schedule != "pipedream" or model not in TIED):
                 yield Cell(model=model, schedule=schedule, pp=2)
+        for pp, slices in ((1, 4), (2, 2), (2, 4), (4, 4)) if model in CAUSAL else ():
+            yield Cell(model=model, schedule="seq1f1b", pp=pp, slices=slices)
         for schedule in ("1f1b", "gpipe", "chimera", "interleaved-1f1b"):
             yield Cell(model=model, schedule=schedule, pp=2, recompute=0.0)
         yield Cell(model=model, schedule="1f1b", pp=2, recompute=0.5)
@@ -110,6 +115,8 @@ def plan_of(cell: Cell) -> Plan:
     options: dict[str, int | str] = {}
     if cell.recompute is not None:
         options["recompute"] = "full"
+    if cell.slices > 1:
+        options["slices"] = cell.slices
     if SCHEDULES[cell.schedule].asynchronous:
         options["iterations"] = 3
     schedule = build_schedule(cell.schedule, devices=cell.pp, micro_batches=cell.micro_batches, **options)
@@ -119,7 +126,7 @@ def plan_of(cell: Cell) -> Plan:
         dp=cell.dp,
         tp=cell.tp,
         pp=cell.pp,
-        micro_batch_size=SAMPLES * schedule.parts,
+        micro_batch_size=SAMPLES * schedule.sample_parts,
         micro_batches=cell.micro_batches,
         schedule=cell.schedule,
         options=options,
@@ -136,7 +143,7 @@ def plan_of(cell: Cell) -> Plan:
             stages=tuple(replace(stage, replicas=replicas_of[number]) for number, stage in enumerate(plan.stages)),
             placement=place_ranks(dp=cell.dp, pp=cell.pp, replicas=cell.replicas),
         )
-        capture_slices(captured(cell.model, SAMPLES), plan)
+    capture_slices(captured(cell.model, SAMPLES), plan)
     return plan
 
 

@@ -1,9 +1,9 @@
 """A cache on disk of results about a model, as JSON. An entry is valid only while nothing that it depends on changes.
 
 The file name is the hash of an identity: the caller's description of the model, the versions of Python and of all
-installed packages, and the source of capture, partition, runtime and tensor. An entry also lists the loaded source
-files outside of installed packages, such as a user's model, with the hash of each, and begins with the hash of its
-content.
+installed packages, and the source of capture, partition, runtime, sequence and tensor. An entry also lists the loaded
+source files outside of installed packages, such as a user's model, with the hash of each, and begins with the hash of
+its content.
 An entry that is out of date or damaged is ignored and made again. A file that the model's code opens itself is not
 noticed.
 """
@@ -114,7 +114,9 @@ def _engine_digest() -> str:
 
 def _engine_files() -> list[Path]:
     return sorted(
-        file for package in ("capture", "partition", "runtime", "tensor") for file in (_ENGINE / package).glob("*.py")
+        file
+        for package in ("capture", "partition", "runtime", "sequence", "tensor")
+        for file in (_ENGINE / package).glob("*.py")
     )
 
 

@@ -20,6 +20,7 @@ from auto3d.cost.memory.plan import PlanMemory
 from auto3d.cost.memory.stage import StageMemory
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
+from auto3d.cost.share import Share, shares_of
 from auto3d.cost.stage_messages import StageMessages
 from auto3d.cost.stage_times import StageTimes
 from auto3d.cost.tables import without
@@ -49,8 +50,20 @@ class PipelineTimes:
     speeds: tuple[float, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PassTimes:
+    """Seconds of the operations of a stage that do one share of the work on a micro-batch."""
+
+    forward: float
+    backward: float
+    weight: float  # the part of ``backward`` that computes gradients of weights
+    recompute: float
+    exposed: tuple[float, ...]
+    """Seconds in which collectives are exposed in the forward, the backward and the recomputation; empty: none."""
+
+
 class CostModel:
-    """Estimates Plans of one model on ``cluster``; ``work_at`` makes the Work of one rank at a number of samples.
+    """Estimates Plans of one model on ``cluster``; ``work_at`` makes the Work of a share of a number of samples.
 
     ``method`` is a key of ``METHODS``: how the time of an iteration follows from the costs of its operations.
     ``measured_in`` names the profile behind ``times_at``; it is empty where times come from the figures of the cluster.
@@ -127,7 +140,7 @@ class CostModel:
 
     def flops(self, plan: Plan) -> IterationFlops:
         """FLOPs of an iteration of the whole model, with what the plan recomputes."""
-        samples = plan.micro_batch_size // shape_of(plan).parts
+        samples = plan.micro_batch_size // shape_of(plan).sample_parts
         work = self._work.work_at(samples)
         return iteration_flops(
             plan, work.flops.tolist(), work.backward_flops.tolist(), kept=lambda stage: self._work.kept(samples, stage)
@@ -197,60 +210,38 @@ class CostModel:
 
         Without ``collectives``, those of tensor parallelism take no time.
         """
-        shape = shape_of(plan)
-        samples, parts = plan.micro_batch_size // shape.parts, shape.parts
-        homes = shape.homes
+        shape, shares = shape_of(plan), shares_of(plan)
         traffic = self._traffic_of(plan)
-        degree, halved = (plan.tp, plan.sequence_parallel), plan.tp > 1 and plan.tensor_overlap == SUB_PIPELINED
-        forward, backward, weight, recompute, update = [], [], [], [], []
-        exposed: list[tuple[float, float, float]] = []  # by stage: forward, backward, recomputation
+        passes: list[list[PassTimes]] = []  # by stage, one for each share
+        update = []
         for number, stage in enumerate(plan.stages):
-            accelerator = traffic.accelerator(homes[number], pipeline)
+            home = shape.homes[number]
+            accelerator = traffic.accelerator(home, pipeline)
             if traffic.crosses:
                 accelerator = accelerator.crossing()
-            if halved and samples // stage.replicas % 2:
-                raise PlanError(
-                    f"tensor_overlap: {SUB_PIPELINED} halves each micro-batch, and a stage runs "
-                    f"{samples // stage.replicas} samples of it at once; use a micro_batch_size that makes them even"
-                )
-            each, divisor = self._work.slice_of(samples, 2 * stage.replicas if halved else stage.replicas)
-            link = traffic.tensor[homes[number][0], pipeline] if plan.tp > 1 and collectives else None
-            whole = self._stage_times.seconds(each, accelerator, degree, link, stage.operations, halved)
-            accumulated = accumulation_s(self._work, self.training, plan, stage, accelerator)
-            forward.append(parts * (whole[0] / divisor + accelerator.micro_batch_s))
-            backward.append(parts * (whole[1] / divisor + accumulated))
-            weight.append(parts * (min(whole[2], whole[1]) / divisor + accumulated))
-            again = 0.0
-            if number in shape.recompute:
-                dropped = without(stage.operations, self._work.kept(each, stage))
-                if dropped:
-                    again = self._stage_times.seconds(each, accelerator, degree, link, dropped, halved)[0]
-            recompute.append(parts * again / divisor)
-            if link is not None:
-                alone = self._stage_times.seconds(each, accelerator, degree, None, stage.operations, halved)
-                again_alone = 0.0
-                if again:
-                    again_alone = self._stage_times.seconds(each, accelerator, degree, None, dropped, halved)[0]
-                computing = (*alone[:2], again_alone)
-                hidden = zip((*whole[:2], again), computing, strict=True)
-                shown = [parts * (total - compute) / divisor for total, compute in hidden]
-                exposed.append((shown[0], shown[1], shown[2]))
-            group = plan.placement[homes[number][0]][:: plan.tp]
+            link = traffic.tensor[home[0], pipeline] if plan.tp > 1 and collectives else None
+            passes.append([self._pass_times(plan, number, share, accelerator, link) for share in shares])
+            group = plan.placement[home[0]][:: plan.tp]
             update.append(
                 update_s(self._work, self.training, plan, stage, accelerator=accelerator, group=group, traffic=traffic)
             )
+        forward = [[one.forward for one in each] for each in passes]
+        backward = [[one.backward for one in each] for each in passes]
         for boundary in range(len(plan.stages) - 1) if self._has_handling else ():
-            handling = self._messages.handling_s(plan, shape, boundary, pipeline, traffic)
+            handling = self._messages.handling_s(plan, shape, boundary, pipeline, traffic) / len(shares)
             for number in (boundary, boundary + 1):
-                forward[number] += handling
-                backward[number] += handling
+                forward[number] = [time + handling for time in forward[number]]
+                backward[number] = [time + handling for time in backward[number]]
+        whole = tuple(map(sum, backward))
+        weight = tuple(sum(one.weight for one in each) for each in passes)
+        exposed = [tuple(map(sum, zip(*(one.exposed for one in each), strict=True))) for each in passes]
         return Costs(
-            forward=tuple(forward),
-            backward=tuple(backward),
-            backward_input=tuple(whole - half for whole, half in zip(backward, weight, strict=True)),
-            backward_weight=tuple(weight),
-            recompute=tuple(recompute),
-            sync=syncs_s(self._work, self.training, plan, traffic, backward),
+            forward=tuple(map(sum, forward)),
+            backward=whole,
+            backward_input=tuple(both - half for both, half in zip(whole, weight, strict=True)),
+            backward_weight=weight,
+            recompute=tuple(sum(one.recompute for one in each) for each in passes),
+            sync=syncs_s(self._work, self.training, plan, traffic, whole),
             update=tuple(update),
             messages=tuple(
                 self._messages.cost(plan, shape, boundary, pipeline, traffic)
@@ -259,9 +250,47 @@ class CostModel:
             speed=(1.0,) * shape.devices,
             overlap=self.training.overlap,
             shared_machines=self._sharing(plan) if self._has_slowdown else (),
-            exposed_forward=tuple(each[0] for each in exposed),
-            exposed_backward=tuple(each[1] for each in exposed),
-            exposed_recompute=tuple(each[2] for each in exposed),
+            exposed_forward=tuple(each[0] for each in exposed if each),
+            exposed_backward=tuple(each[1] for each in exposed if each),
+            exposed_recompute=tuple(each[2] for each in exposed if each),
+            forward_of_slice=tuple(map(tuple, forward)) if shape.slices > 1 else (),
+            backward_of_slice=tuple(map(tuple, backward)) if shape.slices > 1 else (),
+        )
+
+    def _pass_times(
+        self, plan: Plan, number: int, share: Share, accelerator: Accelerator, link: GroupLink | None
+    ) -> PassTimes:
+        """The times of ``share`` of stage ``number`` of ``plan``; without ``link``, collectives take no time."""
+        shape, stage = shape_of(plan), plan.stages[number]
+        parts = shape.sample_parts
+        samples = plan.micro_batch_size // parts
+        halved = plan.tp > 1 and plan.tensor_overlap == SUB_PIPELINED
+        if halved and samples // stage.replicas % 2:
+            raise PlanError(
+                f"tensor_overlap: {SUB_PIPELINED} halves each micro-batch, and a stage runs "
+                f"{samples // stage.replicas} samples of it at once; use a micro_batch_size that makes them even"
+            )
+        each, divisor = self._work.slice_of(samples, 2 * stage.replicas if halved else stage.replicas)
+        dropped = without(stage.operations, self._work.kept(each, stage)) if number in shape.recompute else ()
+
+        def seconds(link: GroupLink | None) -> tuple[float, float, float, float]:
+            whole = self._stage_times.seconds(each, accelerator, share, link, stage.operations, halved)
+            again = self._stage_times.seconds(each, accelerator, share, link, dropped, halved)[0] if dropped else 0.0
+            return *whole, again
+
+        forward, backward, weight, again = seconds(link)
+        accumulated = accumulation_s(self._work, self.training, plan, stage, accelerator)
+        exposed: tuple[float, ...] = ()
+        if link is not None:
+            forward_alone, backward_alone, _, again_alone = seconds(None)
+            each_alone = (forward, forward_alone), (backward, backward_alone), (again, again_alone)
+            exposed = tuple(parts * (total - compute) / divisor for total, compute in each_alone)
+        return PassTimes(
+            forward=parts * (forward / divisor + accelerator.micro_batch_s),
+            backward=parts * (backward / divisor + accumulated),
+            weight=parts * (min(weight, backward) / divisor + accumulated),
+            recompute=parts * again / divisor,
+            exposed=exposed,
         )
 
     def pipeline_times(self, plan: Plan, cuts: Sequence[int], *, replicas: int = 1) -> PipelineTimes:
@@ -270,7 +299,7 @@ class CostModel:
         The stages of ``plan`` do not matter; each stage is taken to have ``replicas`` replicas.
         """
         shape, traffic = shape_of(plan), self._traffic_of(plan)
-        samples, divisor = self._work.slice_of(plan.micro_batch_size // shape.parts, replicas)
+        samples, divisor = self._work.slice_of(plan.micro_batch_size // shape.sample_parts, replicas)
         hardware = []
         for homes in shape.homes:
             keys = [(home, pipeline) for home in homes for pipeline in range(plan.dp)]
@@ -278,8 +307,12 @@ class CostModel:
             hardware.append((self.cluster.slowest(rank for key in keys for rank in traffic.ranks(*key)), link))
         recompute = bool(shape.recompute)
         seconds = {
-            key: self._stage_times.between_cuts(
-                samples, key[0], (plan.tp, plan.sequence_parallel), key[1], tuple(cuts), recompute
+            key: np.sum(
+                [
+                    self._stage_times.between_cuts(samples, key[0], share, key[1], tuple(cuts), recompute)
+                    for share in shares_of(plan)
+                ],
+                axis=0,
             )
             for key in dict.fromkeys(hardware)
         }
@@ -294,7 +327,7 @@ class CostModel:
         slowest = min(links, key=lambda link: link.bandwidth, default=Link(latency_s=0.0, bandwidth=1.0))
         messages = np.where(sent > 0, 2 * (slowest.latency_s + sent / slowest.bandwidth), 0.0)
         return PipelineTimes(
-            before=tuple(before(shape.parts * fastest / divisor)),
+            before=tuple(before(shape.sample_parts * fastest / divisor)),
             messages=tuple(shape.parts * messages if links else 0 * messages),
             speeds=tuple(float(fastest.sum() / seconds[key].sum()) for key in hardware),
         )

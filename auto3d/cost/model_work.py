@@ -1,7 +1,8 @@
-"""The work of one model at any micro-batch size and tensor-parallel degree, as estimates of time and memory use it."""
+"""The work of one model at any micro-batch size and any share of it, as estimates of time and memory use it."""
 
 from functools import lru_cache
 
+from auto3d.cost.share import WHOLE, Share, share_of
 from auto3d.cost.tables import WorkTables
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import Work, WorkAt
@@ -9,18 +10,18 @@ from auto3d.plan import Plan, StagePlan
 
 
 class ModelWork:
-    """Tables of a model's work; ``work_at`` makes the Work of a number of samples on one tensor-parallel rank."""
+    """Tables of a model's work; ``work_at`` makes the Work of a share of a number of samples."""
 
     def __init__(self, work_at: WorkAt, training: TrainingOptions) -> None:
         self._work_at = lru_cache(None)(work_at)
         self._training = training
         self._tables = lru_cache(None)(lambda *key: WorkTables(self._work_at(*key)))
 
-    def work_at(self, samples: int, tp: int = 1, sequence_parallel: bool = False) -> Work:
-        return self._work_at(samples, tp, sequence_parallel)
+    def work_at(self, samples: int, share: Share = WHOLE) -> Work:
+        return self._work_at(samples, share)
 
-    def tables(self, samples: int, tp: int = 1, sequence_parallel: bool = False) -> WorkTables:
-        return self._tables(samples, tp, sequence_parallel)
+    def tables(self, samples: int, share: Share = WHOLE) -> WorkTables:
+        return self._tables(samples, share)
 
     def slice_of(self, samples: int, parts: int) -> tuple[int, int]:
         """(samples to look up, divisor of the result) for one of ``parts`` equal slices of ``samples``.
@@ -47,7 +48,7 @@ class ModelWork:
 
     def tables_of(self, plan: Plan) -> WorkTables:
         """The tables of ``plan`` at its whole micro-batch."""
-        return self.tables(plan.micro_batch_size, plan.tp, plan.sequence_parallel)
+        return self.tables(plan.micro_batch_size, share_of(plan))
 
     def elements(self, plan: Plan, operations: tuple[tuple[int, int], ...]) -> float:
         """The number of parameters that a rank with ``operations`` trains; a tied parameter counts once."""

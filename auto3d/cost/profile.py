@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from auto3d.cluster import Accelerator, Cluster, Link, NodeCollectives
+from auto3d.cost.share import WHOLE, Share
 from auto3d.cost.times import Times, TimesOf, before, times_of
 from auto3d.cost.work import Work, WorkAt
 from auto3d.errors import InputError
@@ -59,6 +60,11 @@ class ModelTimes:
     subgraphs: tuple[SubgraphTimes, ...]
     tp: int = 1
     sequence_parallel: bool = False
+
+    @property
+    def share(self) -> Share:
+        """The share of the model that was measured."""
+        return Share(tp=self.tp, sequence_parallel=self.sequence_parallel)
 
     @property
     def seconds(self) -> np.ndarray:
@@ -143,7 +149,7 @@ class Profile:
             if present != wanted:
                 words = name.replace("_", " ")
                 raise ProfileError(f"it was measured with {words} {present}, but {wanted} is needed; measure it again")
-        least = min(self._sizes(1, False), key=lambda size: size.micro_batch_size)
+        least = min(self._sizes(WHOLE), key=lambda size: size.micro_batch_size)
         wanted = fingerprint(least.micro_batch_size)
         if least.graph != wanted:
             raise ProfileError(
@@ -176,16 +182,15 @@ class Profile:
     def times_at(self, work_at: WorkAt, cuts_at: Callable[[int], Sequence[int]]) -> TimesOf:
         """A function that gives the seconds of each operation: its estimated fraction of its subgraph's measured time.
 
-        ``cuts_at`` gives the bounds of the subgraphs at a micro-batch size. A way of tensor parallelism that was not
-        measured changes the time of a subgraph by the same ratio as it changes the estimate.
+        ``cuts_at`` gives the bounds of the subgraphs at a micro-batch size. A share that was not measured, such as a
+        slice of the sequence, changes the time of a subgraph by the same ratio as it changes the estimate.
         """
 
-        def times(samples: int, accelerator: Accelerator, tp: int, sequence_parallel: bool) -> Times:
+        def times(samples: int, accelerator: Accelerator, share: Share) -> Times:
             cuts = cuts_at(samples)
-            measured = self._nearest(tp, sequence_parallel)
-            works = work_at(samples, *measured), work_at(samples, tp, sequence_parallel)
-            base, wanted = (times_of(work, accelerator) for work in works)
-            return _shared_out(self.seconds(samples, len(cuts) - 1, *measured), cuts, base, wanted)
+            measured = self._nearest(share)
+            base, wanted = (times_of(work_at(samples, each), accelerator) for each in (measured, share))
+            return _shared_out(self.seconds(samples, len(cuts) - 1, measured), cuts, base, wanted)
 
         return times
 
@@ -197,9 +202,9 @@ class Profile:
         estimate = times_of(work, accelerator)
         return _shared_out(self.seconds(samples, len(cuts) - 1), cuts, estimate, estimate)
 
-    def seconds(self, samples: int, subgraphs: int, tp: int = 1, sequence_parallel: bool = False) -> np.ndarray:
+    def seconds(self, samples: int, subgraphs: int, share: Share = WHOLE) -> np.ndarray:
         """[3, subgraphs]: seconds for a micro-batch of ``samples``, linear between and beyond the measured sizes."""
-        sizes = sorted(self._sizes(tp, sequence_parallel), key=lambda size: size.micro_batch_size)
+        sizes = sorted(self._sizes(share), key=lambda size: size.micro_batch_size)
         for size in sizes:
             if len(size.kinds) != subgraphs:
                 raise ProfileError(
@@ -214,13 +219,12 @@ class Profile:
         low, high = sizes[upper - 1].seconds, sizes[upper].seconds
         return np.maximum(0.0, low + along * (high - low))
 
-    def _nearest(self, tp: int, sequence_parallel: bool) -> tuple[int, bool]:
-        """The measured way of tensor parallelism from which times follow for this one."""
-        ways = (tp, sequence_parallel), (tp, False), (1, False)
-        return next(way for way in ways if self._sizes(*way))
+    def _nearest(self, share: Share) -> Share:
+        """The measured share from whose times those of ``share`` follow."""
+        return next(each for each in (share, Share(tp=share.tp), WHOLE) if self._sizes(each))
 
-    def _sizes(self, tp: int, sequence_parallel: bool) -> list[ModelTimes]:
-        return [size for size in self.sizes if (size.tp, size.sequence_parallel) == (tp, sequence_parallel)]
+    def _sizes(self, share: Share) -> list[ModelTimes]:
+        return [size for size in self.sizes if size.share == share]
 
 
 def _shared_out(seconds: np.ndarray, cuts: Sequence[int], base: Times, wanted: Times) -> Times:

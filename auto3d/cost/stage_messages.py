@@ -5,6 +5,7 @@ import numpy as np
 from auto3d.cluster import Cluster
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
+from auto3d.cost.share import shares_of
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.plan import Plan
 from auto3d.schedule.shape import Shape
@@ -46,15 +47,16 @@ class StageMessages:
         """
         end = plan.stages[boundary].operations[-1][1]
         replicas = min(plan.stages[number].replicas for number in (boundary, boundary + 1))
-        sent, gathered = self.crossing(plan, plan.micro_batch_size // shape.parts, end)
+        sent, gathered = self.crossing(plan, plan.micro_batch_size // shape.sample_parts, end)
         return float(sent) / replicas, float(gathered) / replicas
 
     def crossing(self, plan: Plan, samples: int, cuts: int | list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Bytes through ``cuts``: those that each rank sends, and those that the receivers then gather.
 
+        They are those of ``samples`` or, if a micro-batch runs in slices of its sequence, of their mean slice.
         With scattered messages each rank sends an equal part of a whole value (Narayanan et al. 2021, section 4.1).
         """
-        local = self._work.work_at(samples, plan.tp, plan.sequence_parallel).crossing[cuts]
+        local = np.mean([self._work.work_at(samples, share).crossing[cuts] for share in shares_of(plan)], axis=0)
         if plan.tp == 1 or not self._training.scattered_messages:
             return local, 0 * local
         whole = self._work.work_at(samples).crossing[cuts]

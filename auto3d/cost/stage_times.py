@@ -7,10 +7,9 @@ import numpy as np
 from auto3d.cluster import Accelerator
 from auto3d.cost.collectives import GroupLink
 from auto3d.cost.model_work import ModelWork
+from auto3d.cost.share import Share
 from auto3d.cost.sub_pipelined import Segment, sub_pipelined_s
 from auto3d.cost.times import TimesOf, times_of
-
-TensorDegree = tuple[int, bool]  # tensor-parallel degree, whether it is sequence-parallel
 
 
 class StageTimes:
@@ -22,7 +21,7 @@ class StageTimes:
     def __init__(self, work: ModelWork, times_at: TimesOf | None) -> None:
         self._work = work
         self._times = lru_cache(None)(
-            times_at or (lambda samples, accelerator, *degree: times_of(work.work_at(samples, *degree), accelerator))
+            times_at or (lambda samples, accelerator, share: times_of(work.work_at(samples, share), accelerator))
         )
         self._collectives = lru_cache(None)(self._make_collectives)
         self.between_cuts = lru_cache(1024)(self._make_between_cuts)
@@ -32,17 +31,17 @@ class StageTimes:
         self,
         samples: int,
         accelerator: Accelerator,
-        degree: TensorDegree,
+        share: Share,
         link: GroupLink | None,
         cuts: tuple[int, ...],
         recompute: bool,
     ) -> np.ndarray:
         """[cuts - 1]: seconds of one micro-batch forward and backward between neighbouring ``cuts``."""
         positions = list(cuts)
-        times = np.diff(self._times(samples, accelerator, *degree).table[:, positions])
+        times = np.diff(self._times(samples, accelerator, share).table[:, positions])
         exchanged = np.zeros((2, len(cuts) - 1))
         if link is not None:
-            exchanged = np.diff(self._collectives(samples, degree, link)[:, positions])
+            exchanged = np.diff(self._collectives(samples, share, link)[:, positions])
         forward = np.maximum(times[0] + exchanged[0], times[1])
         backward = np.maximum(times[2] + exchanged[1], times[3])
         return forward * (2 if recompute else 1) + backward
@@ -51,7 +50,7 @@ class StageTimes:
         self,
         samples: int,
         accelerator: Accelerator,
-        degree: TensorDegree,
+        share: Share,
         link: GroupLink | None,
         operations: tuple[tuple[int, int], ...],
         halved: bool,
@@ -60,17 +59,17 @@ class StageTimes:
 
         If it is ``halved``, it consists of two halves of ``samples`` each, which take turns.
         """
-        times = self._times(samples, accelerator, *degree)
+        times = self._times(samples, accelerator, share)
         total = sum((times.range(first, last) for first, last in operations), start=np.zeros(5))
         if halved:
             forward, backward = (
-                sub_pipelined_s(self._segments(samples, accelerator, degree, link, operations, forward=direction))
+                sub_pipelined_s(self._segments(samples, accelerator, share, link, operations, forward=direction))
                 for direction in (True, False)
             )
             return max(forward, 2 * float(total[1])), max(backward, 2 * float(total[3])), 2 * float(total[4])
         exchanged = np.zeros(2)
         if link is not None:
-            table = self._collectives(samples, degree, link)
+            table = self._collectives(samples, share, link)
             exchanged = sum((table[:, last] - table[:, first] for first, last in operations), start=exchanged)
         forward = max(float(total[0] + exchanged[0]), float(total[1]))
         backward = max(float(total[2] + exchanged[1]), float(total[3]))
@@ -80,15 +79,15 @@ class StageTimes:
         self,
         samples: int,
         accelerator: Accelerator,
-        degree: TensorDegree,
+        share: Share,
         link: GroupLink | None,
         operations: tuple[tuple[int, int], ...],
         *,
         forward: bool,
     ) -> list[Segment]:
         """The compute of ``operations`` between collectives, and the collectives, in the order of the pass."""
-        busy = self._times(samples, accelerator, *degree).table[0 if forward else 2]
-        exchanges = [one for one in self._work.work_at(samples, *degree).exchanges if one.forward == forward]
+        busy = self._times(samples, accelerator, share).table[0 if forward else 2]
+        exchanges = [one for one in self._work.work_at(samples, share).exchanges if one.forward == forward]
         segments: list[Segment] = []
         for first, last in operations if forward else reversed(operations):
             inside = [one for one in exchanges if first <= one.position < last]
@@ -100,9 +99,9 @@ class StageTimes:
             segments.append((float(abs(busy[last if forward else first] - busy[place])), 0.0))
         return segments
 
-    def _make_collectives(self, samples: int, degree: TensorDegree, link: GroupLink) -> np.ndarray:
+    def _make_collectives(self, samples: int, share: Share, link: GroupLink) -> np.ndarray:
         """[2, operations + 1]: seconds of the collectives of all operations before each, forward and backward."""
-        work = self._work.work_at(samples, *degree)
+        work = self._work.work_at(samples, share)
         seconds = np.zeros((2, len(work) + 1))
         for row, exchanges in zip(seconds, work.exchanges_of, strict=True):
             for (collective, size), counts in exchanges.items():

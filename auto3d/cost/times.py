@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from auto3d.cluster import Accelerator
+from auto3d.cost.share import Share
 from auto3d.cost.work import Work
 from auto3d.tensor.conversions import Collective
 
@@ -38,8 +39,8 @@ class Times:
         object.__setattr__(self, "table", np.stack(rows))
 
 
-TimesOf = Callable[[int, Accelerator, int, bool], Times]
-"""Arguments: samples, kind of device, tensor-parallel degree, whether it is sequence-parallel."""
+TimesOf = Callable[[int, Accelerator, Share], Times]
+"""Arguments: samples, kind of device, and the share of the work that an operation does."""
 
 TimesOfWork = Callable[[Work, Sequence[int], int, Accelerator], Times]
 """Arguments: the work of the whole model, the bounds of its subgraphs, samples, kind of device."""

@@ -1,8 +1,8 @@
 """The work of a model's operations on one device: arithmetic, memory traffic, launches, collectives and memory.
 
-Each array has one entry per position of an operation in the whole Graph, for one micro-batch. Under tensor parallelism
-it has the work of one rank, which follows from the local Graph. A model that is known by its layers has one entry per
-layer.
+Each array has one entry per position of an operation in the whole Graph, for one micro-batch. The work of a share, that
+of a tensor-parallel rank or of a slice of the sequence, follows from its local Graph. A model that is known by its
+layers has one entry per layer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from auto3d.capture.graph import Graph, GraphNode
-from auto3d.cost.memory.tensors import Tensors, tensors_of
+from auto3d.cost.memory.tensors import WITH_EARLIER, Tensors, tensors_of
+from auto3d.cost.share import Share
 from auto3d.cost.system_bytes import system_bytes
 from auto3d.cost.systems import System
 from auto3d.partition.stage import crossing_bytes
@@ -99,8 +100,8 @@ class Work:
         )
 
 
-WorkAt = Callable[[int, int, bool], Work]
-"""Arguments: samples, tensor-parallel degree, whether it is sequence-parallel."""
+WorkAt = Callable[[int, Share], Work]
+"""Arguments: samples, and the share of their work that an operation does."""
 
 _NOT_SUMMED = ("crossing", "repeated", "tensors", "tied", "shared", "shards", "exchanges")
 _CONSTANT = ("products", "backward_products", "launches", "backward_launches", "parameters", "copied", "blocks")
@@ -128,7 +129,7 @@ def work_of(
     return replace(work, blocks=blocks, repeated=repeated)
 
 
-def work_of_tensor_parallel(
+def work_of_local(
     whole: Work,
     local: LocalGraph,
     *,
@@ -137,7 +138,7 @@ def work_of_tensor_parallel(
     fused_attention: bool = True,
     system: System | None = None,
 ) -> Work:
-    """The work of one rank that runs ``local``, at the positions of the whole Graph, whose work is ``whole``.
+    """The work of ``local``, the Graph of a share, at the positions of the whole Graph, whose work is ``whole``.
 
     What is split, exchanged and saved follows from the local Graph alone. The keywords are those of ``work_of``.
     """
@@ -167,10 +168,10 @@ def work_of_tensor_parallel(
     )
 
 
-def work_scaled(rank: Work, whole: Work, other: Work, times: float) -> Work:
-    """``rank``, a part of ``whole``, at a micro-batch ``times`` as large, where the whole model has the work ``other``.
+def work_scaled(share: Work, whole: Work, other: Work, times: float) -> Work:
+    """``share``, that of ``whole``, at a micro-batch ``times`` as large, where the whole model has the work ``other``.
 
-    The rank has the same part of each operation there. This saves a derivation for each size, and is exact where all
+    The share is the same part of each operation there. This saves a derivation for each size, and is exact where all
     that an operation does grows alike.
     """
 
@@ -179,10 +180,10 @@ def work_scaled(rank: Work, whole: Work, other: Work, times: float) -> Work:
 
     grows = [name for name in SUMMED if name not in _CONSTANT]
     arrays: dict[str, Any] = {
-        name: scaled(getattr(rank, name), getattr(whole, name), getattr(other, name)) for name in (*grows, "crossing")
+        name: scaled(getattr(share, name), getattr(whole, name), getattr(other, name)) for name in (*grows, "crossing")
     }
-    exchanges = tuple(replace(one, size=times * one.size) for one in rank.exchanges)
-    return replace(rank, **arrays, exchanges=exchanges, tensors=rank.tensors.scaled(times))
+    exchanges = tuple(replace(one, size=times * one.size) for one in share.exchanges)
+    return replace(share, **arrays, exchanges=exchanges, tensors=share.tensors.scaled(times))
 
 
 def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, system: System | None) -> Work:
@@ -345,6 +346,8 @@ def _moved(node: GraphNode, sizes: Mapping[str, int]) -> tuple[float, float]:
     made = sum(value.bytes for value in node.outputs)
     if node.flops:
         return 2.0 * node.saved_bytes, 3.0 * node.saved_bytes
+    if node.operator == WITH_EARLIER:  # the backward joins them again, and adds to the gradients of later slices
+        return 2.0 * made, 5.0 * made
     if node.operator.startswith(_LOOKUPS):
         return 2.0 * made, 2.0 * made  # only the rows that are looked up move, not the table
     state = sum(sizes[name] for name in node.state)

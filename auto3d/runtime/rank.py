@@ -10,13 +10,14 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.allocator import keep_freed_memory
-from auto3d.capture.graph import Value
+from auto3d.capture.graph import Graph, Value
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.shard import Shard
 from auto3d.cost.memory.device import DeviceMemory
 from auto3d.cost.memory.plan import PlanMemory
 from auto3d.cost.model_work import ModelWork
-from auto3d.cost.work import Work, work_of
+from auto3d.cost.share import Share, shares_of
+from auto3d.cost.work import Work, work_of, work_of_local
 from auto3d.data import BatchSlice, DataSettings, TrainingData
 from auto3d.plan import Plan
 from auto3d.runtime.agreement import check_agreement
@@ -49,6 +50,7 @@ from auto3d.schedule.check import check
 from auto3d.schedule.lowering import lower
 from auto3d.schedule.operation import Schedule
 from auto3d.schedule.program import PipeStage, Program
+from auto3d.sequence.slice_graphs import slice_graphs
 
 _CAUSE_OF_SEED = (
     "the model's initialisation does not follow from training.seed alone, but depends on the rank, the time or a "
@@ -289,13 +291,22 @@ def _predicted_memory(common: PlanLayout) -> tuple[DeviceMemory, ...]:
 def predicted_memory(captured: CapturedModel, plan: Plan, settings: TrainingSettings) -> tuple[DeviceMemory, ...]:
     """The estimate for each pipeline device of ``plan``, from the Graphs that its ranks run of ``captured``."""
     options = memory_options(settings.optimizer, settings.device, captured.graph.precision)
+    program = rank_program(captured, plan, 1)
+    if program.slices is not None:
+        graphs, whole = slice_graphs(program.slices), _work_of(captured.graph)
+        made = (work_of_local(whole, graph, precision=graph.graph.precision) for graph in graphs)
+        of_shares = dict(zip(shares_of(plan), made, strict=True))
+        work = ModelWork(lambda samples, share: of_shares.get(share, whole), options)
+        return PlanMemory(work, options).devices(plan)
 
-    def work_at(samples: int, tp: int, sequence_parallel: bool) -> Work:
-        replicas = captured.graph.micro_batch_size // samples
-        graph = rank_program(captured, plan, replicas).captured.graph
-        return work_of(graph, (0, len(graph.nodes)), precision=graph.precision)
+    def work_at(samples: int, share: Share) -> Work:
+        return _work_of(rank_program(captured, plan, captured.graph.micro_batch_size // samples).captured.graph)
 
-    return PlanMemory(ModelWork(work_at, options), options).devices(rank_program(captured, plan, 1).plan)
+    return PlanMemory(ModelWork(work_at, options), options).devices(program.plan)
+
+
+def _work_of(graph: Graph) -> Work:
+    return work_of(graph, (0, len(graph.nodes)), precision=graph.precision)
 
 
 def _backend(

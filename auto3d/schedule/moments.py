@@ -20,6 +20,7 @@ COUNTS = (
     "in_flight",  # micro-batches, or parts of them, from the forward until the backward, or until its input half
     "recomputed",  # those in flight with recomputed activations
     "deferred",  # from the input half of the backward until the weight half
+    "slice_gradients",  # slices of a sequence in flight to whose keys and values later slices have sent gradients
     "gradients",  # 1 once a backward of the iteration has made the gradients of weights
     "older",  # older versions of the weights
     "posted",  # activations whose receive is posted, for later forwards
@@ -29,7 +30,7 @@ COUNTS = (
 )
 """What is counted of each stage of a device."""
 
-_IN_FLIGHT, _RECOMPUTED, _DEFERRED, _GRADIENTS, _OLDER, _POSTED, _, _SENT, _ = range(len(COUNTS))
+_IN_FLIGHT, _RECOMPUTED, _DEFERRED, _SLICE_GRADIENTS, _GRADIENTS, _OLDER, _POSTED, _, _SENT, _ = range(len(COUNTS))
 _WITH_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _MAKES_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 Key = tuple[Kind, int, bool, bool, bool]
@@ -144,6 +145,8 @@ def _moments(
             early.update((stage, operation.pipe, m) for m in operation.micro_batches)
         elif kind is Kind.SYNC:
             summing = True
+        begun, ended = _slice_gradients(operation, schedule.slices)
+        held[here + _SLICE_GRADIENTS] += begun
         makes = kind in _MAKES_GRADIENTS and not held[here + _GRADIENTS]
         yield Moment(operation, recomputed, makes, summing, tuple(held))
         if makes:
@@ -154,8 +157,21 @@ def _moments(
             held[here + _DEFERRED] += count if kind is Kind.BACKWARD_INPUT and stage in splits else 0
         elif kind is Kind.BACKWARD_WEIGHT:
             held[here + _DEFERRED] -= count
+        held[here + _SLICE_GRADIENTS] += ended
         for user, place, change in after:
             held[first[user] + place] += change
+
+
+def _slice_gradients(operation: Operation, slices: int) -> tuple[int, int]:
+    """How an operation changes the number of slices that hold gradients of later ones: when it begins, when it ends.
+
+    The backward of the last slice makes the gradient of all keys as one tensor. That of the slice before it adds its
+    own to parts of that tensor, which is then free, and makes a tensor for each earlier slice.
+    """
+    if slices == 1 or operation.kind not in _WITH_GRADIENT:
+        return 0, 0
+    later = slices - 1 - operation.micro_batches[0] % slices
+    return (slices, 0) if later == 0 else (0, -2 if later == 1 else -1)
 
 
 class _Messages:

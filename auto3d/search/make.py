@@ -7,6 +7,7 @@ from math import inf
 
 from auto3d.cost.memory.device import in_gib
 from auto3d.cost.model import CostModel
+from auto3d.cost.share import Share
 from auto3d.errors import InputError
 from auto3d.partition.methods import METHODS, STAGE_METHODS, method_named
 from auto3d.partition.recompute import keep_last, kept_fractions
@@ -58,7 +59,9 @@ class PlanMaker:
         self._shortage = shortage or (lambda plan: shortage_of(model, plan))
         self._check = check or (lambda plan: None)
         self._captured: dict[int, InputError | None] = {}  # number of samples -> why the model cannot be captured at it
-        self._splits: dict[tuple[int, int, bool], dict[str, Split] | InputError] = {}
+        self._splits: dict[tuple[int, Share], dict[str, Split] | InputError] = {}
+        self._sliced: dict[tuple[int, int], InputError | None] = {}
+        """(samples, slices) -> why the model cannot run so many slices of its sequence."""
 
     def plan(self, candidate: Candidate) -> Plan:
         """The Plan of ``candidate``; raises InputError if there is none, or if a device lacks the memory for it."""
@@ -165,6 +168,7 @@ class PlanMaker:
         form = shape(name, **sizes, options=options)
         samples = samples_per_replica(form.name, form.sample_parts, candidate.micro_batch_size)
         sequence_parallel, overlap = _tensor_choices(candidate, samples)
+        self._check_slices(candidate, form, samples)
         plan = Plan(
             graph=self._fingerprint(samples),
             dp=candidate.dp,
@@ -183,7 +187,7 @@ class PlanMaker:
                 pp=candidate.pp,
             ),
             seed=self.workload.seed,
-            split=self._split(samples, candidate.tp, sequence_parallel),
+            split=self._split(samples, Share(tp=candidate.tp, sequence_parallel=sequence_parallel)),
             sequence_parallel=sequence_parallel,
             tensor_overlap=overlap,
             shard_optimizer=candidate.shard_optimizer,
@@ -202,16 +206,19 @@ class PlanMaker:
             plan = self._kept_fractions(plan).plan(float(candidate.recompute))
         return plan
 
-    def prepare(self, degrees: Iterable[tuple[int, int, bool]]) -> None:
-        """Capture the model and split its work now, so that the time of a search does not include it.
+    def prepare(self, degrees: Iterable[tuple[int, Share]]) -> None:
+        """Capture the model and divide its work now, so that the time of a search does not include it.
 
-        ``degrees`` has (samples, tensor-parallel degree, whether it is sequence-parallel) of the plans to come.
+        ``degrees`` has the samples and the shares of the plans to come.
         """
-        for samples, tp, sequence_parallel in degrees:
+        for samples, share in degrees:
             with suppress(InputError):
                 self._fingerprint(samples)
-                self._split(samples, tp, sequence_parallel)
-                self.planned.work(samples, tp, sequence_parallel)
+                self._split(samples, share)
+                if share.slices > 1:
+                    self._check_sliced(samples, share.slices)
+                else:
+                    self.planned.work(samples, share)
 
     def check_captured(self) -> None:
         """Raise the first error if the model could not be captured at any number of samples."""
@@ -231,20 +238,43 @@ class PlanMaker:
             raise problem
         return self.planned.fingerprint(samples)
 
-    def _split(self, samples: int, tp: int, sequence_parallel: bool) -> dict[str, Split]:
-        """``Plan.split`` for this degree; asks for each once, even if there is none."""
-        if tp == 1:
+    def _split(self, samples: int, share: Share) -> dict[str, Split]:
+        """``Plan.split`` for this share; asks for each once, even if there is none."""
+        if share.tp == 1:
             return {}
-        key = samples, tp, sequence_parallel
+        key = samples, share
         if key not in self._splits:
             try:
-                self._splits[key] = self.planned.split(*key)
+                self._splits[key] = self.planned.split(samples, share.tp, share.sequence_parallel)
             except InputError as error:
                 self._splits[key] = error
         found = self._splits[key]
         if isinstance(found, InputError):
             raise found
         return found
+
+    def _check_slices(self, candidate: Candidate, form: Shape, samples: int) -> None:
+        """Raise InputError if ``candidate`` or the model does not allow the slices of ``form``."""
+        if form.slices == 1:
+            return
+        if candidate.tp > 1:
+            raise PlanError(f"schedule: {form.name} with slices runs with tp = 1; found {candidate.tp}")
+        if candidate.replicas == UNEVEN:
+            raise PlanError(f"schedule: {form.name} with slices runs stages without replicas; found uneven ones")
+        self._check_sliced(samples, form.slices)
+
+    def _check_sliced(self, samples: int, slices: int) -> None:
+        """Raise InputError if the model cannot run so many slices of its sequence; asks for each once."""
+        self._fingerprint(samples)
+        key = samples, slices
+        if key not in self._sliced:
+            try:
+                self._sliced[key] = None
+                self.planned.work(samples, Share(slices=slices))
+            except InputError as error:
+                self._sliced[key] = error
+        if (problem := self._sliced[key]) is not None:
+            raise problem
 
     def _kept_fractions(self, plan: Plan) -> KeptFractions:
         samples = plan.micro_batch_size // shape_of(plan).sample_parts

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from auto3d.capture.graph import Graph
 from auto3d.cost.layers import Layer
+from auto3d.cost.share import WHOLE, Share
 from auto3d.cost.times import TimesOf
 from auto3d.cost.work import Work, WorkAt
 from auto3d.partition.outline import Outline, outline_of
@@ -31,8 +32,8 @@ class PlannedModel(Protocol):
         """Measured times of the operations, if there are any."""
         ...
 
-    def work(self, samples: int, tp: int = 1, sequence_parallel: bool = False) -> Work:
-        """The work of one of ``tp`` ranks; raises InputError if the model cannot be split so."""
+    def work(self, samples: int, share: Share = WHOLE) -> Work:
+        """The work of ``share`` of the model; raises InputError if the model cannot be divided so."""
         ...
 
     def fingerprint(self, samples: int) -> str:
@@ -73,19 +74,19 @@ class PlannedGraphs:
         work: Callable[[Graph], Work],
         cuts: Callable[[Graph], Sequence[int]],
         split: Callable[[int, int, bool], dict[str, Split]],
-        split_work: WorkAt | None = None,
+        share_work: WorkAt | None = None,
     ) -> None:
-        """``split`` has the arguments and the result of the method of that name; ``split_work`` those of ``work``, for
-        tensor-parallel degrees of 2 and more."""
+        """``split`` has the arguments and the result of the method of that name; ``share_work`` those of ``work``, for
+        any share but the whole."""
         self.graph, self.work_of = lru_cache(None)(graph_at), work
         self._work = lru_cache(None)(lambda samples: work(self.graph(samples)))
-        self._split_work = lru_cache(None)(split_work or _not_split)
+        self._share_work = lru_cache(None)(share_work or _not_shared)
         self.cuts = lru_cache(None)(lambda samples: cuts(self.graph(samples)))
         self.outline = lru_cache(None)(lambda samples: outline_of(self.graph(samples)))
         self.split = lru_cache(None)(split)
 
-    def work(self, samples: int, tp: int = 1, sequence_parallel: bool = False) -> Work:
-        return self._work(samples) if tp == 1 else self._split_work(samples, tp, sequence_parallel)
+    def work(self, samples: int, share: Share = WHOLE) -> Work:
+        return self._work(samples) if share == WHOLE else self._share_work(samples, share)
 
     def fingerprint(self, samples: int) -> str:
         return self.graph(samples).fingerprint
@@ -100,8 +101,10 @@ class PlannedGraphs:
         check_trainable(schedule, cut(graph, stages), graph.trained, clip_norm=clip_norm)
 
 
-def _not_split(samples: int, tp: int, sequence_parallel: bool) -> Work:
-    raise PlanError(f"tp: found {tp}; this model is planned without tensor parallelism, so tp must be 1")
+def _not_shared(samples: int, share: Share) -> Work:
+    if share.slices > 1:
+        raise PlanError("schedule: this model is planned without slices of the sequence")
+    raise PlanError(f"tp: found {share.tp}; this model is planned without tensor parallelism, so tp must be 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +115,12 @@ class PlannedLayers:
     layer_work: Callable[[int, int], Work]  # arguments: samples, tensor-parallel degree
     times: TimesOf
 
-    def work(self, samples: int, tp: int = 1, sequence_parallel: bool = False) -> Work:
-        if sequence_parallel:
+    def work(self, samples: int, share: Share = WHOLE) -> Work:
+        if share.sequence_parallel:
             raise PlanError("sequence_parallel: found true; the layers were measured without it")
-        return self.layer_work(samples, tp)
+        if share.slices > 1:
+            raise PlanError("schedule: a model of measured layers runs no slices of the sequence")
+        return self.layer_work(samples, share.tp)
 
     @cached_property
     def _digest(self) -> str:

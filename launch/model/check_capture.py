@@ -1,4 +1,4 @@
-"""The comparison of a capture with its eager module, and of a plan's shards with the capture.
+"""The comparison of a capture with its eager module, and of a plan's shards or slices with the capture.
 
 Each is made once, in another process, if the model is small enough.
 """
@@ -13,6 +13,7 @@ from auto3d.capture.graph import Graph
 from auto3d.plan import SUB_PIPELINED, Plan
 from auto3d.runtime.measurement import Status
 from auto3d.schedule import samples_at_once
+from auto3d.schedule.shape import shape_of
 from launch.model.capture_process import CaptureProcess
 from launch.model.graphs import PlanningModel
 from launch.recipe.load import LoadedRecipe
@@ -48,7 +49,7 @@ def why_not(graph: Graph, *, copies: int = 1) -> str:
 
 
 def is_checked(recipe: LoadedRecipe, graph: Graph, plan: Plan | None = None) -> bool:
-    """Whether this capture, or its shards under ``plan``, has already passed the check."""
+    """Whether this capture, or its shards or slices under ``plan``, has already passed the check."""
     return Cache().load(_identity(recipe, graph, plan), lambda content: content["equal"]) is True
 
 
@@ -63,7 +64,7 @@ def check(recipe: LoadedRecipe, captured: "CapturedModel") -> str:
 def _check(
     recipe: LoadedRecipe, graph: Graph, captured: "Callable[[], CapturedModel]", plan: Plan | None = None
 ) -> str:
-    """Compare the capture with the eager module or, if ``plan`` is given, the shards of that plan with the capture."""
+    """Compare the capture with the eager module or, with ``plan``, the plan's shards or slices with the capture."""
     from launch.model.compare import compare_forked, compare_on_gpu  # it imports torch
 
     if reason := why_not(graph, copies=1 if plan is None else 2):
@@ -89,8 +90,8 @@ def check_at(recipe: LoadedRecipe, micro_batch_size: int) -> str:
     return check(recipe, captured_model(recipe, micro_batch_size))
 
 
-def check_shards_at(recipe: LoadedRecipe, plan: Plan) -> str:
-    """Compare the shards of ``plan`` with the model, captured for its micro-batches first; returns one line."""
+def check_shares_at(recipe: LoadedRecipe, plan: Plan) -> str:
+    """Compare the shards or slices of ``plan`` with the model, captured for it first; returns one line."""
     from launch.model.build import captured_model  # it imports torch
 
     captured = captured_model(recipe, samples_at_once(plan))
@@ -104,22 +105,23 @@ def check_once(
     plan: Plan,
     tell: Callable[[str], None],
 ) -> None:
-    """Check the capture that ``graph`` describes, and the shards of ``plan`` if it has tensor parallelism.
+    """Check the capture that ``graph`` describes, and the shards or slices of ``plan`` if it has any.
 
     What has passed before is not checked again, and nothing is if the recipe switches the check off. ``captured``
     returns the capture, if the check needs it in this process; ``tell`` gets each result, one line.
     """
     if not recipe.values.training.check_capture:
         return
-    for shards_of in [None, plan] if plan.tp > 1 else [None]:
-        if not is_checked(recipe, graph, shards_of):
-            tell(_check(recipe, graph, captured, shards_of))
+    for shares_of in [None, plan] if _is_shared(plan) else [None]:
+        if not is_checked(recipe, graph, shares_of):
+            tell(_check(recipe, graph, captured, shares_of))
 
 
 def check_plans(
     recipe: LoadedRecipe, plans: Iterable[Plan], process: CaptureProcess, tell: Callable[[str], None]
 ) -> None:
-    """Check the captures that ``plans`` run, and their shards, in ``process``; ``tell`` gets a line for each."""
+    """Check the captures that ``plans`` run, and their shards and slices, in ``process``; ``tell`` gets a line for
+    each."""
     if not recipe.values.training.check_capture:
         return
     plans = list(plans)
@@ -130,23 +132,31 @@ def check_plans(
             tell(_not_compared(graph, reason))
         elif not is_checked(recipe, graph):
             tell(process.call(check_at, recipe, size))
-    for plan in {_shards_of(plan): plan for plan in plans if plan.tp > 1}.values():
+    for plan in {_shares_of(plan): plan for plan in plans if _is_shared(plan)}.values():
         graph = model.graph(samples_at_once(plan))
         if reason := why_not(graph, copies=2):
             tell(_not_compared(graph, reason, plan))
         elif not is_checked(recipe, graph, plan):
-            tell(process.call(check_shards_at, recipe, plan))
+            tell(process.call(check_shares_at, recipe, plan))
 
 
-def _shards_of(plan: Plan) -> tuple:
-    """What decides the program of the plan's tensor-parallel ranks."""
-    return plan.graph, plan.tp, frozenset(plan.split.items()), plan.sequence_parallel, plan.tensor_overlap
+def _is_shared(plan: Plan) -> bool:
+    """Whether operations of ``plan`` run shares of the program: shards of tensor parallelism, or slices."""
+    return plan.tp > 1 or shape_of(plan).slices > 1
+
+
+def _shares_of(plan: Plan) -> tuple:
+    """What decides the programs of the plan's shards or slices."""
+    split = frozenset(plan.split.items())
+    return plan.graph, plan.tp, split, plan.sequence_parallel, plan.tensor_overlap, shape_of(plan).slices
 
 
 def _other(plan: Plan | None) -> str:
     """What the capture is compared with."""
     if plan is None:
         return "the eager module"
+    if (slices := shape_of(plan).slices) > 1:
+        return f"its {slices} slices of the sequence"
     halved = " on half micro-batches" if plan.tensor_overlap == SUB_PIPELINED else ""
     return f"its {plan.tp} shards{halved}{' under sequence parallelism' if plan.sequence_parallel else ''}"
 
@@ -165,5 +175,5 @@ def _identity(recipe: LoadedRecipe, graph: Graph, plan: Plan | None = None) -> d
     if plan is not None:
         split = {name: asdict(each) for name, each in sorted(plan.split.items())}
         facts |= {"tp": plan.tp, "split": split, "sequence_parallel": plan.sequence_parallel}
-        facts["tensor_overlap"] = plan.tensor_overlap
+        facts |= {"tensor_overlap": plan.tensor_overlap, "slices": shape_of(plan).slices}
     return PlanningModel(recipe).identity(checked_at=graph.micro_batch_size) | facts

@@ -1,4 +1,4 @@
-"""The comparison of a captured program with its eager module, or of its shards with it, in a process of its own."""
+"""The comparison of a captured program with its eager module, its shards or its slices, in a process of its own."""
 
 import os
 import signal
@@ -14,6 +14,7 @@ from auto3d.runtime.measurement import Status
 from auto3d.runtime.replicas import rank_program
 from auto3d.runtime.verify import check_against_eager
 from auto3d.runtime.verify_shards import check_shards
+from auto3d.runtime.verify_slices import check_slices
 from launch.model.build import captured_model
 from launch.model.data import training_data
 from launch.recipe.load import LoadedRecipe
@@ -24,7 +25,7 @@ from launch.run.streams import stdout_to_stderr
 def compare_forked(
     recipe: LoadedRecipe, captured: CapturedModel, plan: Plan | None = None, *, timeout_s: float
 ) -> Outcome:
-    """Compare ``captured`` on the CPU with its eager module or, if ``plan`` is given, with its shards under that plan.
+    """Compare ``captured`` on the CPU with its eager module or, with ``plan``, with its shards or slices under it.
 
     Raises InputError if they differ.
     """
@@ -40,9 +41,12 @@ def _compare_here(recipe: LoadedRecipe, captured: CapturedModel, plan: Plan | No
     if plan is None:
         check_against_eager(captured, data, seed=seed, device=device)
         return
-    tensor = rank_program(captured, plan, 1).tensor
-    assert tensor is not None  # only plans with tensor parallelism have shards
-    check_shards(tensor, data, seed=seed, device=device)
+    program = rank_program(captured, plan, 1)
+    if program.slices is not None:
+        check_slices(program.slices, data, seed=seed, device=device)
+        return
+    assert program.tensor is not None  # other plans have neither slices nor shards
+    check_shards(program.tensor, data, seed=seed, device=device)
 
 
 def compare_on_gpu(

@@ -8,7 +8,8 @@ from auto3d.capture.interpolate import interpolate
 from auto3d.cost.memory.plan import PlanMemory
 from auto3d.cost.model import CostModel
 from auto3d.cost.model_work import ModelWork
-from auto3d.cost.work import Work, work_of, work_of_tensor_parallel, work_scaled
+from auto3d.cost.share import Share
+from auto3d.cost.work import Work, work_of, work_of_local, work_scaled
 from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding
 from auto3d.runtime.optimizer_memory import memory_options
@@ -35,7 +36,7 @@ def subject_of(recipe: LoadedRecipe) -> PlannedModel:
             model.graph,
             model.sharding,
             model.split,
-            model.local_graph,
+            model.graph_of,
             fused_attention=_fused_attention(recipe),
         )
     return measured_model(recipe)
@@ -74,14 +75,14 @@ def planning_subject(recipe: LoadedRecipe, *, only_predicted: bool = False) -> P
         return model.sharding(graph if graph.fingerprint else captured(INTERPOLATED[0]))
 
     def source_of(samples: int) -> int:
-        """The micro-batch size at which the model is split for ``samples``: one for all that can be interpolated."""
+        """The micro-batch size at which the model is divided for ``samples``: one for all that can be interpolated."""
         return samples if samples not in INTERPOLATED and graph_at(samples).fingerprint else INTERPOLATED[0]
 
     def split(samples: int, tp: int, sequence_parallel: bool) -> dict[str, Split]:
         return model.split(source_of(samples), tp, sequence_parallel)
 
     return _captured_subject(
-        recipe, graph_at, sharding, split, model.local_graph, source_of, fused_attention=_fused_attention(recipe)
+        recipe, graph_at, sharding, split, model.graph_of, source_of, fused_attention=_fused_attention(recipe)
     )
 
 
@@ -93,7 +94,7 @@ def captured_subject(
     ``model`` gives what follows from the Graphs (default: made in this process).
     """
     model = model or PlanningModel(recipe)
-    return _captured_subject(recipe, graph_at, model.sharding, model.split, model.local_graph, fused_attention=True)
+    return _captured_subject(recipe, graph_at, model.sharding, model.split, model.graph_of, fused_attention=True)
 
 
 def runtime_memory(
@@ -110,7 +111,7 @@ def runtime_memory(
         graph_at,
         model.sharding,
         model.split,
-        model.local_graph,
+        model.graph_of,
         fused_attention=True,
         precision=training.precision,
     )
@@ -123,13 +124,14 @@ def _captured_subject(
     graph_at: Callable[[int], Graph],
     sharding: Callable[[Graph], Sharding],
     split: Callable[[int, int, bool], dict[str, Split]],
-    local: Callable[[int, int, bool], LocalGraph],
-    split_at: Callable[[int], int] = lambda samples: samples,
+    graph_of: Callable[[int, Share], LocalGraph],
+    divided_at: Callable[[int], int] = lambda samples: samples,
     *,
     fused_attention: bool,
     precision: str | None = None,
 ) -> PlannedGraphs:
-    """``precision`` replaces the one that the recipe predicts."""
+    """``graph_of`` gives the Graph of a share at a number of samples, and ``divided_at`` the number from which the work
+    of shares at other numbers is taken. ``precision`` replaces the one that the recipe predicts."""
     prediction = recipe.values.prediction
     precision = precision or predicted_precision(recipe.values)
 
@@ -144,22 +146,22 @@ def _captured_subject(
         )
 
     @cache
-    def rank_work(there: int, tp: int, sequence_parallel: bool) -> Work:
-        return work_of_tensor_parallel(
+    def work_there(there: int, share: Share) -> Work:
+        return work_of_local(
             subject.work(there),
-            local(there, tp, sequence_parallel),
+            graph_of(there, share),
             precision=precision,
             fused=prediction.fused,
             fused_attention=fused_attention,
             system=predicted_system(recipe.values),
         )
 
-    def split_work(samples: int, tp: int, sequence_parallel: bool) -> Work:
-        there = split_at(samples)
-        found, whole = rank_work(there, tp, sequence_parallel), subject.work(there)
+    def share_work(samples: int, share: Share) -> Work:
+        there = divided_at(samples)
+        found, whole = work_there(there, share), subject.work(there)
         return found if there == samples else work_scaled(found, whole, subject.work(samples), samples / there)
 
-    subject = PlannedGraphs(graph_at, work, lambda graph: sharding(graph).bounds, split, split_work)
+    subject = PlannedGraphs(graph_at, work, lambda graph: sharding(graph).bounds, split, share_work)
     return subject
 
 

@@ -1,17 +1,18 @@
-"""The Graphs that planning commands work on, and how tensor parallelism splits their weights.
+"""The Graphs that planning commands work on: the model's, with their split weights, and those of shards and slices.
 
 They are loaded from the cache, or made and stored there.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from auto3d.capture.cache import Cache
 from auto3d.capture.graph import Graph
 from auto3d.capture.graph_json import graph_from_json, graph_to_json
+from auto3d.cost.share import Share
 from auto3d.partition.merak import Sharding, shard, sharding_from_json
 from auto3d.tensor.local_graph import LocalGraph, local_graph, local_graph_from_json, local_graph_to_json
 from auto3d.tensor_placement import Split
@@ -52,6 +53,7 @@ class PlanningModel:
         self._cache = Cache()
         self._fresh = fresh
         self._process = process
+        self._last_slices = lru_cache(1)(self.slice_graphs)  # the slices of a model are asked for one after the other
         self._begun: dict[int, CaptureProcess] = {}  # micro-batch size -> the process that makes its Graph
         self._fused_attention = not (predicted and recipe.values.prediction.attention == UNFUSED)
         self.captured = False  # whether anything was not in the cache
@@ -176,6 +178,38 @@ class PlanningModel:
         self._cache.store(identity, local_graph_to_json(local))
         return local
 
+    def slice_graphs(self, micro_batch_size: int, slices: int) -> tuple[LocalGraph, ...]:
+        """What each of ``slices`` slices of the sequence runs, in order.
+
+        Raises InputError where the model cannot be captured, or cannot run in slices.
+        """
+        return self._made(
+            self._slices_identity(micro_batch_size, slices),
+            micro_batch_size,
+            _slices_from_json,
+            lambda size: self.slice_graphs_here(size, slices),
+            partial(_slices_to_json, slices, predicted=not self._fused_attention),
+        )
+
+    def slice_graphs_here(self, micro_batch_size: int, slices: int) -> tuple[LocalGraph, ...]:
+        """As ``slice_graphs``, made in this process and stored in the cache."""
+        from auto3d.sequence.slice_graphs import slice_graphs
+        from auto3d.sequence.sliced import sliced  # it imports torch
+        from launch.run.streams import stdout_to_stderr
+
+        identity = self._slices_identity(micro_batch_size, slices)
+        captured = self.program(micro_batch_size)
+        with stdout_to_stderr():
+            graphs = slice_graphs(sliced(captured, slices, fused_attention=self._fused_attention))
+        self._cache.store(identity, [local_graph_to_json(graph) for graph in graphs])
+        return graphs
+
+    def graph_of(self, micro_batch_size: int, share: Share) -> LocalGraph:
+        """What an operation runs that does ``share``, any but the whole; raises InputError as the methods above do."""
+        if share.slices > 1:
+            return self._last_slices(micro_batch_size, share.slices)[share.slice_number]
+        return self.local_graph(micro_batch_size, share.tp, share.sequence_parallel)
+
     def program(self, micro_batch_size: int) -> "CapturedModel":
         """The model captured in this process; the most recent captures are kept."""
         from launch.model.build import captured_model  # it imports torch
@@ -216,6 +250,9 @@ class PlanningModel:
         split = self._split_identity(micro_batch_size, shards, sequence_parallel)
         return {**split, "local": True, "fused_attention": self._fused_attention}
 
+    def _slices_identity(self, micro_batch_size: int, slices: int) -> dict[str, Any]:
+        return self.identity(sliced_at=micro_batch_size, slices=slices)
+
     def _split_identity(self, micro_batch_size: int, shards: int, sequence_parallel: bool) -> dict[str, Any]:
         rules = list(self._recipe.values.model.tensor_parallel.items())
         what = {"shards": shards, "sequence_parallel": sequence_parallel, "rules": rules}
@@ -253,6 +290,15 @@ def _split_to_json(degree: tuple[int, bool], recipe: LoadedRecipe, micro_batch_s
 def _local_to_json(degree: tuple[int, bool], recipe: LoadedRecipe, micro_batch_size: int, *, predicted: bool) -> Any:
     model = _planning_model(recipe, predicted=predicted)
     return local_graph_to_json(model.local_graph_here(micro_batch_size, *degree))
+
+
+def _slices_to_json(slices: int, recipe: LoadedRecipe, micro_batch_size: int, *, predicted: bool) -> Any:
+    model = _planning_model(recipe, predicted=predicted)
+    return [local_graph_to_json(graph) for graph in model.slice_graphs_here(micro_batch_size, slices)]
+
+
+def _slices_from_json(content: Sequence[Any]) -> tuple[LocalGraph, ...]:
+    return tuple(map(local_graph_from_json, content))
 
 
 _last: list[tuple[Any, PlanningModel]] = []  # the model of the last call in a CaptureProcess

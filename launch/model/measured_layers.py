@@ -43,14 +43,14 @@ def measured_model(recipe: LoadedRecipe) -> PlannedLayers:
         return PlannedLayers(
             layers=layers,
             layer_work=lambda samples, tp: replace(work(samples, tp), exchanges=()),  # the passes include them
-            times=lambda samples, accelerator, tp, _: times_of_passes(layers, passes, samples, accelerator, tp),
+            times=lambda samples, accelerator, share: times_of_passes(layers, passes, samples, accelerator, share.tp),
         )
     measured = _one_sample(recipe, rows, len(layers))
     return PlannedLayers(
         layers=layers,
         layer_work=work,
-        times=lambda samples, accelerator, tp, _: times_of_layers(
-            layers, measured, samples, accelerator, tp, precision=precision
+        times=lambda samples, accelerator, share: times_of_layers(
+            layers, measured, samples, accelerator, share.tp, precision=precision
         ),
     )
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 
+from auto3d.cost.share import Share
 from auto3d.plan import AUTO3D, Plan, PlanError
+from auto3d.schedule import SCHEDULES, parse_schedule
 from auto3d.search.algorithms import AMP, run_algorithm
 from auto3d.search.algorithms.amp import amp_space
 from auto3d.search.make import PlanMaker
@@ -51,7 +53,11 @@ def search_recipe(
     kinds = domain.choices["sequence_parallel"]
     degrees = ((one.micro_batch_size, one.tp, kind and one.tp > 1) for one in domain.degrees for kind in kinds)
     # The first captured size comes first: the model is split there, while another process captures the other size.
-    maker.prepare(sorted(set(degrees), key=lambda degree: (degree[0] != INTERPOLATED[0], degree)))
+    ordered = sorted(set(degrees), key=lambda degree: (degree[0] != INTERPOLATED[0], degree))
+    maker.prepare((samples, Share(tp=tp, sequence_parallel=kind)) for samples, tp, kind in ordered)
+    maker.prepare(
+        (samples, Share(slices=slices)) for samples, tp, _ in ordered if tp == 1 for slices in _slices(domain)
+    )
     looks, trials = most_candidates(recipe.values), most_trials(recipe.values)
     budget = Budget(candidates=looks, seconds=settings.seconds, best=trials)
     search = Search(domain, maker, budget, tell=tell)
@@ -61,6 +67,13 @@ def search_recipe(
     if not search.ranked():
         raise none_runs(recipe, search.refused())
     return search
+
+
+def _slices(domain: Domain) -> list[int]:
+    """The numbers of slices of the sequence in which schedules of ``domain`` run a micro-batch."""
+    schedules = ((SCHEDULES[name], given) for name, given in map(parse_schedule, domain.choices["schedule"]))
+    found = {int({**family.options, **given}["slices"]) for family, given in schedules if family.sliced}
+    return sorted(found - {1})
 
 
 def algorithm(recipe: LoadedRecipe, domain: Domain) -> str:

@@ -105,7 +105,7 @@ def test_all_reduce_of_a_stage(method: str):
     model = CostModel(
         Cluster(nodes=(node,) * 8, device="cuda"),
         TrainingOptions(),
-        lambda samples, tp, _: work_of_layers(layers, samples, tp, precision="float32"),
+        lambda samples, share: work_of_layers(layers, samples, share.tp, precision="float32"),
         method=method,
     )
     plan = Plan(

@@ -14,9 +14,10 @@ from auto3d.cluster import Cluster, Node, place_ranks
 from auto3d.cost.layers import Layer, work_of_layers
 from auto3d.cost.memory.device import ENTRIES
 from auto3d.cost.model import CostModel
+from auto3d.cost.share import WHOLE, Share
 from auto3d.cost.systems import MEGATRON, NANOTRON
 from auto3d.cost.training_options import TrainingOptions
-from auto3d.cost.work import Work, work_of, work_of_tensor_parallel
+from auto3d.cost.work import Work, work_of, work_of_local
 from auto3d.errors import InputError
 from auto3d.partition.merak import shard
 from auto3d.partition.recompute import subgraph_starts
@@ -31,7 +32,9 @@ from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.order_text import order_options
 from auto3d.schedule.shape import shape as shape_at
 from auto3d.search.recompute import KeptFractions
-from auto3d.tensor.local_graph import local_graph
+from auto3d.sequence.slice_graphs import slice_graphs
+from auto3d.sequence.sliced import sliced
+from auto3d.tensor.local_graph import LocalGraph, local_graph
 from auto3d.tensor.model import tensor_parallel
 from tests.distributed.parity import ADAMW, SGD, make_plan
 from tests.live_tensors import LiveTensors
@@ -59,31 +62,41 @@ SAMPLE = [  # one training for each axis
     Cell(model="vit-wide", schedule="pipedream"),
     Cell(model="gpt2-wide", dp=2, shard_optimizer=True),
     Cell(model="bert-wide@bfloat16", schedule="gpipe"),
+    Cell(model="gpt2-wide", schedule="seq1f1b", slices=4),
 ]
 
 
 def cost_model(layers: list[Layer], devices: int) -> CostModel:
     cluster = Cluster(nodes=(Node(devices=devices),), device="cpu")
     return CostModel(
-        cluster, TrainingOptions(), lambda samples, tp, _: work_of_layers(layers, samples, tp, precision="float32")
+        cluster,
+        TrainingOptions(),
+        lambda samples, share: work_of_layers(layers, samples, share.tp, precision="float32"),
     )
 
 
 def cost_model_of(name: str, **training: Any) -> CostModel:
-    """The costs of a captured model, as one of 1 or 2 tensor-parallel ranks trains it with these TrainingOptions."""
+    """The costs of a captured model with these TrainingOptions, as tensor-parallel ranks or in slices, too."""
     options = TrainingOptions(**training)
     graph = captured(name, 2).graph
     keywords = {"precision": options.precision, "system": options.system}
 
     @cache
-    def work_at(samples: int, tp: int, sequence_parallel: bool) -> Work:
+    def work_at(samples: int, share: Share) -> Work:
         whole = work_of(graph, shard(graph).bounds, **keywords)
-        if tp == 1:
+        if share == WHOLE:
             return whole
-        split = tensor_parallel(captured(name, 2), tp, sequence_parallel=sequence_parallel)
-        return work_of_tensor_parallel(whole, local_graph(split), **keywords)
+        if share.slices > 1:
+            return work_of_local(whole, graphs_of_slices(name, share.slices)[share.slice_number], **keywords)
+        split = tensor_parallel(captured(name, 2), share.tp, sequence_parallel=share.sequence_parallel)
+        return work_of_local(whole, local_graph(split), **keywords)
 
     return CostModel(Cluster(nodes=(Node(devices=16),), device="cpu"), options, work_at)
+
+
+@cache
+def graphs_of_slices(name: str, slices: int) -> tuple[LocalGraph, ...]:
+    return slice_graphs(sliced(captured(name, 2), slices))
 
 
 def plan_for(name: str, devices: int, micro_batches: int, stages: int, **options: int | str) -> Plan:
@@ -209,16 +222,18 @@ def random_plan(chance: random.Random, model: str, name: str, *, tp: int = 1) ->
         options = order_options(build_schedule(source, devices=devices, micro_batches=2 * devices, sync="eager"))
     elif "recompute" in SCHEDULES[name].options:
         options["recompute"] = chance.choice(["none", "full"])
+    if name == "seq1f1b":
+        options["slices"] = chance.choice([1, 2, 4])
     shape = shape_at(name, devices=devices, micro_batches=2 * devices, options=options)
     graph = captured(model, 2).graph
     cuts = sorted(chance.sample(range(1, len(graph.nodes)), shape.stages - 1))
     plan = make_plan(
-        model, dp=dp, pp=devices, micro_batch_size=2 * shape.parts, micro_batches=2 * devices, schedule=name,
+        model, dp=dp, pp=devices, micro_batch_size=2 * shape.sample_parts, micro_batches=2 * devices, schedule=name,
         options=options, stages=stages_between([0, *cuts, len(graph.nodes)]), shard_optimizer=chance.random() < 0.5,
     )  # fmt: skip
     if tp > 1:
         plan = replace(plan, tp=tp, placement=place_ranks(dp=dp, pp=devices, tp=tp))
-    elif max(replicas := chance.choices([1, 2], k=devices)) == 2:
+    elif shape.slices == 1 and max(replicas := chance.choices([1, 2], k=devices)) == 2:
         copies = [{replicas[device] for device in shape.homes[number]} for number in range(shape.stages)]
         if all(len(each) == 1 for each in copies):  # the pipes give a stage the same replicas
             stages = [replace(stage, replicas=min(each)) for stage, each in zip(plan.stages, copies, strict=True)]
@@ -235,9 +250,10 @@ def random_plan(chance: random.Random, model: str, name: str, *, tp: int = 1) ->
 def test_a_witness_is_the_sum_of_its_tensors_and_the_highest_point_of_the_drawing(name):
     """Every entry of the witness, under random plans of a real model for this runtime."""
     chance, compared = random.Random(name), 0
-    model = cost_model_of("t5")
+    trained = "gpt2" if SCHEDULES[name].sliced else "t5"
+    model = cost_model_of(trained)
     for _ in range(6):
-        if (plan := random_plan(chance, "t5", name)) is None:
+        if (plan := random_plan(chance, trained, name)) is None:
             continue
         witnesses, peaks = model.memory_witness(plan), model.memory(plan)
         curves = model.memory_over_time(plan, model.timeline(plan), range(plan.pp))
@@ -270,7 +286,8 @@ def test_a_witness_is_the_sum_of_its_tensors_under_other_settings_and_systems(na
         return
     graph, keywords = OTHERS.get(name, ("gpt2", {}))
     model = cost_model_of(graph, **keywords)
-    for schedule in ("1f1b", "zb-h1", "zb-v", "chimera", "early-recompute", "interleaved-1f1b", "pipedream-2bw"):
+    schedules = ("1f1b", "zb-h1", "zb-v", "chimera", "early-recompute", "interleaved-1f1b", "pipedream-2bw", "seq1f1b")
+    for schedule in schedules[: -1 if name == "tensor-parallel" else None]:
         for _ in range(3):
             if plan := random_plan(chance, graph, schedule, tp=2 if name == "tensor-parallel" else 1):
                 assert_listed(model, plan)

@@ -76,7 +76,9 @@ def layered(layers: list[Layer], accelerator: Accelerator | None = None, outside
     )
     cluster = Cluster(nodes=(node,) * 4, device="cuda")
     return CostModel(
-        cluster, TrainingOptions(), lambda samples, tp, _: work_of_layers(layers, samples, tp, precision="float32")
+        cluster,
+        TrainingOptions(),
+        lambda samples, share: work_of_layers(layers, samples, share.tp, precision="float32"),
     )
 
 

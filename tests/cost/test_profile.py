@@ -9,8 +9,9 @@ import pytest
 from auto3d.cluster import Accelerator, Cluster, CollectiveTimes, Node, NodeCollectives, place_ranks
 from auto3d.cost.model import CostModel
 from auto3d.cost.profile import MessageTimes, ModelTimes, Profile, ProfileError, Setting, SubgraphTimes
+from auto3d.cost.share import WHOLE, Share
 from auto3d.cost.training_options import TrainingOptions
-from auto3d.cost.work import exchanges_of, work_of, work_of_tensor_parallel
+from auto3d.cost.work import exchanges_of, work_of, work_of_local
 from auto3d.partition.merak import shard
 from auto3d.plan import Plan, stages_between
 from auto3d.runtime import link_timing, profiler, subgraph_timing
@@ -106,7 +107,7 @@ def test_a_real_profile_of_a_tensor_parallel_rank(sequence_parallel, short):
     assert sequence_parallel or two.kinds == one.kinds
     assert np.all(two.seconds > 0)
     local = local_graph(tensor)
-    work = work_of_tensor_parallel(work_of(model.graph, bounds), local)
+    work = work_of_local(work_of(model.graph, bounds), local)
     saved = [two.subgraphs[kind].saved_bytes for kind in two.kinds]
     assert saved == [pytest.approx(work.saved[a:b].sum(), rel=0.02, abs=1024) for a, b in pairwise(bounds)]
     for exchange in exchanges_of(local, 1.0):
@@ -174,22 +175,22 @@ def test_the_cost_model_reproduces_a_profile():
     def cuts(samples):
         return shard(graphs[samples]).bounds
 
-    def work(samples, tp, _):
+    def work(samples, share):
         whole = work_of(graphs[samples], cuts(samples))
-        if tp == 1:
+        if share == WHOLE:
             return whole
-        return work_of_tensor_parallel(whole, local_graph(tensor_parallel(captured("gpt2", samples), tp)))
+        return work_of_local(whole, local_graph(tensor_parallel(captured("gpt2", samples), share.tp)))
 
     times_at = profile.times_at(work, cuts)
     for samples in graphs:
-        times = times_at(samples, Accelerator(), 1, False)
+        times = times_at(samples, Accelerator(), WHOLE)
         wanted = np.array([(1.0 + kind) * samples for kind in profile.sizes[0].kinds])
         assert np.diff(times.forward[list(cuts(samples))]) == pytest.approx(wanted)
         assert times.backward[-1] == pytest.approx(3.0 * samples * len(wanted))
         assert times.backward_weight[-1] == pytest.approx(samples * len(wanted))
         assert np.all(np.diff(times.forward) >= 0)
         assert not times.forward_launch.any()
-    whole, halves = (times_at(4, Accelerator(), tp, False).forward[-1] for tp in (1, 2))
+    whole, halves = (times_at(4, Accelerator(), Share(tp=tp)).forward[-1] for tp in (1, 2))
     assert 0.5 < halves / whole < 1
 
     link = profile.messages.link
@@ -234,11 +235,12 @@ def test_the_cost_model_reproduces_a_tensor_parallel_profile(sequence_parallel):
     profile = replace(profile, sizes=(*profile.sizes, *split))
     assert Profile.from_json(profile.to_json()) == profile
 
-    def work(samples, tp, sequence_parallel):
-        return whole if tp == 1 else work_of_tensor_parallel(whole, locals_[sequence_parallel])
+    def work(samples, share):
+        return whole if share == WHOLE else work_of_local(whole, locals_[share.sequence_parallel])
 
     times_at = profile.times_at(work, lambda _: bounds)
-    times = times_at(4, Accelerator(), 2, sequence_parallel)
+    share = Share(tp=2, sequence_parallel=sequence_parallel)
+    times = times_at(4, Accelerator(), share)
     each = np.array([(1.0 + kind) * 4 for kind in profile.sizes[0].kinds])
     if sequence_parallel:
         assert np.diff(times.forward[list(bounds)]) == pytest.approx(each / 3)
@@ -263,7 +265,7 @@ def test_the_cost_model_reproduces_a_tensor_parallel_profile(sequence_parallel):
     )
     collectives = sum(
         getattr(profile.collectives, one.collective.name.lower()).interpolate(2, one.size)
-        for one in work(4, 2, sequence_parallel).exchanges
+        for one in work(4, share).exchanges
     )
     assert collectives > 0
     compute = 1.5 * (times.forward[-1] + times.backward[-1])

@@ -23,7 +23,7 @@ def model(times: SystemTimes, **device) -> CostModel:
     return CostModel(
         Cluster(nodes=(node, node), device="cuda"),
         TrainingOptions(times=times),
-        lambda samples, tp, _: work_of_layers(LAYERS, samples, tp, precision="float32"),
+        lambda samples, share: work_of_layers(LAYERS, samples, share.tp, precision="float32"),
     )
 
 
@@ -86,7 +86,7 @@ def test_pipelines_across_nodes_wait_longer_for_the_ranks_of_a_collective():
     found = CostModel(
         waiting.cluster,
         waiting.training,
-        lambda samples, tp, _: work_of_layers(layers, samples, tp, precision="float32"),
+        lambda samples, share: work_of_layers(layers, samples, share.tp, precision="float32"),
     )
     inside, across = (found.costs(plan(dp=1, tp=2, pp=pp)).forward for pp in (1, 2))
     assert sum(inside) < 0.1

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.cost.systems import DEEPSPEED, MEGATRON, MEGATRON_TE, NANOTRON, TORCH, System
-from auto3d.cost.work import work_of, work_of_tensor_parallel
+from auto3d.cost.work import work_of, work_of_local
 from auto3d.partition.merak import shard
 from auto3d.tensor.local_graph import LocalGraph, local_graph
 from auto3d.tensor.model import tensor_parallel
@@ -72,7 +72,7 @@ def of_a_split_layer(system: System, shards: int, *, sequence_parallel: bool) ->
     for layers in (1, 2):
         whole, local_one = captured(gpt, layers), split_graph(layers, shards, sequence_parallel)
         work = work_of(whole.graph, shard(whole.graph).bounds, precision="float16", system=system)
-        local = work_of_tensor_parallel(work, local_one, precision="float16", system=system)
+        local = work_of_local(work, local_one, precision="float16", system=system)
         totals.append(float(local.saved.sum()))
     return totals[1] - totals[0]
 

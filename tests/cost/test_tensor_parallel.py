@@ -16,7 +16,7 @@ from auto3d.cost.model import CostModel
 from auto3d.cost.sub_pipelined import sub_pipelined_s
 from auto3d.cost.times import times_of
 from auto3d.cost.training_options import TrainingOptions
-from auto3d.cost.work import SUMMED, Work, work_of, work_of_tensor_parallel, work_scaled
+from auto3d.cost.work import SUMMED, Work, work_of, work_of_local, work_scaled
 from auto3d.partition.merak import shard
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
@@ -58,7 +58,7 @@ def feed_forward() -> tuple[CapturedModel, TensorParallelModel]:
 def works(model: TensorParallelModel, **keywords) -> tuple[Work, Work]:
     graph = model.whole.graph
     whole = work_of(graph, shard(graph).bounds, **keywords)
-    return whole, work_of_tensor_parallel(whole, local_graph(model), **keywords)
+    return whole, work_of_local(whole, local_graph(model), **keywords)
 
 
 @pytest.mark.parametrize("shards", [2, 4])
@@ -203,7 +203,7 @@ def test_the_memory_of_a_search_agrees_with_that_of_the_local_graph(name, sequen
     alone, half = works(model)
     of_rank = work_of(local, (0, len(local.nodes)))
     cluster = Cluster(nodes=(Node(devices=8),), device="cpu")
-    costs = CostModel(cluster, TrainingOptions(), lambda samples, tp, _: half if tp == 2 else alone)
+    costs = CostModel(cluster, TrainingOptions(), lambda samples, share: half if share.tp == 2 else alone)
     finer = CostModel(cluster, TrainingOptions(), lambda *_: of_rank)
     for pp in (1, 2):
         for options in ({}, {"recompute": "full"}):
@@ -242,7 +242,9 @@ def model_of_blocks(compute_s: float, collective_s: float, layers: int) -> tuple
     cluster = Cluster(nodes=(Node(devices=2, accelerator=device, inside=inside),), device="cuda")
     blocks = [block] * (2 * layers)
     model = CostModel(
-        cluster, TrainingOptions(), lambda samples, tp, _: work_of_layers(blocks, samples, tp, precision="float32")
+        cluster,
+        TrainingOptions(),
+        lambda samples, share: work_of_layers(blocks, samples, share.tp, precision="float32"),
     )
     return model, plan_for(stages_between((0, len(blocks))), tp=2, pp=1, micro_batch_size=2)
 
@@ -313,7 +315,7 @@ def test_messages_are_whole_values_unless_they_are_scattered():
         model = CostModel(
             cluster,
             TrainingOptions(**options),
-            lambda samples, tp, _: work_of_layers(layers, samples, tp, precision="float32"),
+            lambda samples, share: work_of_layers(layers, samples, share.tp, precision="float32"),
         )
         return model.costs(plan).messages[0].forward
 

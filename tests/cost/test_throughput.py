@@ -6,6 +6,7 @@ import pytest
 
 from auto3d.cluster import Accelerator, Cluster, Node
 from auto3d.cost.model import CostModel
+from auto3d.cost.share import Share
 from auto3d.cost.throughput import IterationFlops, Throughput, flops_of_graph, peak_flops_of, throughput
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of
@@ -31,7 +32,7 @@ def narayanan(batch: int, factor: int, head: int) -> float:
 def cost_model(*, recompute_ends: bool) -> CostModel:
     """The model on one node, where it knows what a system recomputes that keeps embedding and head."""
 
-    def work_at(samples: int, tp: int, sequence_parallel: bool):
+    def work_at(samples: int, share: Share):
         graph = captured("gpt2", samples).graph
         return work_of(graph, shard(graph).bounds)
 

@@ -40,9 +40,9 @@ def messages_are_held_as_lowering_holds_them(listed: Schedule) -> None:
             posted.update(step.posts)
             posted.difference_update(step.receives)
             sent.difference_update(step.releases)
-            sums = [sum(moment.counts[place :: len(COUNTS)]) for place in range(len(COUNTS))]
-            assert sums[5] + sums[6] == len(posted), (device, str(step.operation))
-            assert sums[7] + sums[8] >= len(sent), (device, str(step.operation))
+            sums = {name: sum(moment.counts[place :: len(COUNTS)]) for place, name in enumerate(COUNTS)}
+            assert sums["posted"] + sums["posted_gradients"] == len(posted), (device, str(step.operation))
+            assert sums["sent"] + sums["sent_gradients"] >= len(sent), (device, str(step.operation))
             sent.update(m for m in step.sends if listed.device_of[m.target, m.pipe] != device)
 
 

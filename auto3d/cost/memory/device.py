@@ -18,7 +18,7 @@ class DeviceMemory:
     versions: int  # older versions of the weights under an asynchronous schedule, with their copies in low precision
     gradients: int
     optimizer: int
-    activations: int  # activations kept for pending backwards
+    activations: int  # activations kept for pending backwards, and gradients kept for them
     inputs: int  # inputs of the stages for these micro-batches
     messages: int  # messages received but not yet used, and messages sent but not yet released
     working: int  # beyond these, the peak of the operation: values, gradients of values, temporaries of the update
@@ -46,7 +46,9 @@ class HeldTensor:
     name: str  # name of a value, a parameter or an input of the model, or a description
     kind: str  # an entry of DeviceMemory
     bytes: float
-    count: float  # micro-batches that hold it, versions of a weight, or the device's fraction of an optimizer's state
+    count: float
+    """Micro-batches, or parts of them, that hold it; versions of a weight; the device's fraction of an optimizer's
+    state."""
 
     @property
     def total(self) -> float:

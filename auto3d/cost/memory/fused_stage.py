@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from auto3d.cost.memory.parameters import local_spans
 from auto3d.cost.memory.segment import Peak, Span
 from auto3d.cost.memory.stage import StageMemory
 from auto3d.cost.tables import WorkTables, without
@@ -35,6 +36,10 @@ def fused_stage_memory(
         inputs=received,
         recomputed=again,
         deferred=tables.deferred(operations),
+        slice_gradient=sum(
+            float(work.tensors.slice_gradient[first:last].sum())
+            for first, last in local_spans(work.tensors, operations)
+        ),
         forward=none,
         recompute=none,
         backward=backward,

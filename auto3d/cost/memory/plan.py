@@ -14,10 +14,10 @@ from auto3d.cost.memory.device import ENTRIES, DeviceMemory, HeldTensor
 from auto3d.cost.memory.fused_stage import fused_stage_memory
 from auto3d.cost.memory.parameters import local_spans, parameters_of
 from auto3d.cost.memory.segment import Peak
-from auto3d.cost.memory.stage import StageMemory, private_parameters, stage_memory
+from auto3d.cost.memory.stage import StageMemory, mean_of_slices, private_parameters, stage_memory
 from auto3d.cost.memory.stage_tensors import StageTensor, fused_stage_tensors, stage_tensors
-from auto3d.cost.memory.tensors import Tensors
 from auto3d.cost.model_work import ModelWork
+from auto3d.cost.share import Share, share_of, shares_of
 from auto3d.cost.tables import WorkTables, without
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.plan import Plan, StagePlan
@@ -28,7 +28,7 @@ from auto3d.simulate.memory_timeline import BytesOverTime
 from auto3d.simulate.simulate import Timeline
 
 _NONE = Peak(size=0.0, position=-1)
-_ACTIVATIONS = COUNTS[:3]  # in flight, recomputed, deferred
+_ACTIVATIONS = COUNTS[:4]  # in flight, recomputed, deferred, gradients of slices
 _RECOMPUTING = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _MESSAGES = {
     "posted": "receives of activations",
@@ -163,8 +163,7 @@ class PlanMemory:
 
     def stage_if(self, plan: Plan, number: int, *, recompute: bool, split: bool) -> StageMemory:
         """Stage ``number`` of ``plan`` if it recomputes, or splits its backward, or does neither."""
-        samples, degree = self._samples(plan), (plan.tp, plan.sequence_parallel)
-        return self._stage(samples, plan.stages[number], *degree, recompute, split)
+        return self._stage(self._samples(plan), plan.stages[number], shares_of(plan), recompute, split)
 
     def devices(self, plan: Plan) -> tuple[DeviceMemory, ...]:
         """The peak of each pipeline device with its witness."""
@@ -249,7 +248,7 @@ class PlanMemory:
         )
         entries["inputs"] += inputs
         entries["activations"] += held["in_flight"] - inputs
-        entries["activations"] += held["recomputed"] + held["deferred"]
+        entries["activations"] += held["recomputed"] + held["deferred"] + held["slice_gradients"]
         entries["gradients"] += held["gradients"]
         entries["versions"] += held["older"]
         entries["messages"] += sum(held[name] for name in COUNTS[_FIRST_MESSAGE:]) + (
@@ -262,7 +261,7 @@ class PlanMemory:
     def _operation(self, plan: Plan, position: int) -> str:
         if position < 0:
             return ""
-        tensors = self._tensors(plan, self._samples(plan))
+        tensors = self._work.work_at(self._samples(plan), share_of(plan)).tensors
         if self._training.system is not None and tensors.begins is not None:
             position = int(tensors.begins[position])  # the positions of a fused stage are the whole Graph's
         return tensors.operations[position] if position < len(tensors.operations) else ""
@@ -271,40 +270,40 @@ class PlanMemory:
         self, plan: Plan, shape: Shape, number: int, needs: _Device, held: Mapping[str, int]
     ) -> Iterator[HeldTensor]:
         """What stage ``number`` holds for the micro-batches that ``held`` counts."""
-        stage = plan.stages[number]
+        stage, shares = plan.stages[number], shares_of(plan)
         samples, divisor = self._work.slice_of(self._samples(plan), stage.replicas)
-        tables = self._work.tables(samples, plan.tp, plan.sequence_parallel)
         dropped = self._dropped(samples, stage, recompute=number in shape.recompute)
-        if self._training.system is not None:
-            blockwise = not self._training.recompute_ends
-            found = list(fused_stage_tensors(tables, stage.operations, dropped, blockwise=blockwise))
-        else:
+        found: list[StageTensor] = []
+        for tables in (self._work.tables(samples, share) for share in shares):
+            if self._training.system is not None:
+                blockwise = not self._training.recompute_ends
+                found += fused_stage_tensors(tables, stage.operations, dropped, blockwise=blockwise)
+                continue
             tensors, block = tables.work.tensors, self._block(tables, dropped)
             spans = local_spans(tensors, stage.operations), local_spans(tensors, dropped)
-            found = list(stage_tensors(tensors, *spans, split=number in shape.split, block=block))
+            found += stage_tensors(tensors, *spans, split=number in shape.split, block=block)
             if block is not None:
                 size = _block_inputs(tables, dropped, needs.stages[number].received * divisor)
-                found.append(
-                    StageTensor(count="in_flight", kind="inputs", name="inputs of recomputed blocks", bytes=size)
-                )
+                name = "inputs of recomputed blocks"
+                found.append(StageTensor(count="in_flight", kind="inputs", name=name, bytes=size))
         for each in found:
             if not (each.is_received and number in needs.local):
-                size = each.bytes / divisor
-                yield HeldTensor(name=each.name, kind=each.kind, bytes=size, count=held[each.count])
+                size, count = each.bytes / divisor, held[each.count] / len(shares)
+                yield HeldTensor(name=each.name, kind=each.kind, bytes=size, count=count)
 
     def _held_state(
         self, plan: Plan, shape: Shape, needs: _Device, held: Mapping[int, Mapping[str, int]]
     ) -> Iterator[HeldTensor]:
         """The parameters of the stages in ``held``, with their copies, gradients and optimizer state, and buffers."""
-        training, samples, degree = self._training, self._samples(plan), (plan.tp, plan.sequence_parallel)
+        training, samples, share = self._training, self._samples(plan), share_of(plan)
         unmade = frozenset[int]()
         for number, counts in held.items():
             stage = plan.stages[number]
-            fixed = self._state(samples, stage, *degree).fixed
+            fixed = self._state(samples, stage, share).fixed
             name = "frozen weights, buffers and constants"
             yield HeldTensor(name=name, kind="weights", bytes=fixed, count=1)
             size, _ = self._work.slice_of(samples, stage.replicas)
-            tables = self._work.tables(size, *degree)
+            tables = self._work.tables(size, share)
             for one in parameters_of(tables, stage.operations):
                 older = one.elements * training.weight_bytes + one.low
                 yield HeldTensor(name=one.name, kind="copies", bytes=one.low, count=1)
@@ -315,7 +314,7 @@ class PlanMemory:
         stages = [plan.stages[number] for number in held]
         here = tuple(span for stage in stages for span in stage.operations)
         size, _ = self._work.slice_of(samples, stages[0].replicas)
-        for one in parameters_of(self._work.tables(size, *degree), here):
+        for one in parameters_of(self._work.tables(size, share), here):
             gradient = self._gradient_bytes * one.elements - (one.gradient if one.number in unmade else 0.0)
             moments = training.moments * one.elements
             if training.state_elements is not None:
@@ -333,23 +332,20 @@ class PlanMemory:
         return self._training.sync_bytes + (system.gradient_copies if system else 0.0)
 
     def _samples(self, plan: Plan) -> int:
-        return plan.micro_batch_size // shape_of(plan).parts
-
-    def _tensors(self, plan: Plan, samples: int) -> Tensors:
-        return self._work.work_at(samples, plan.tp, plan.sequence_parallel).tensors
+        return plan.micro_batch_size // shape_of(plan).sample_parts
 
     def _device(self, plan: Plan, shape: Shape, device: int, stages: Mapping[int, StagePlan]) -> _Device:
         """What ``device`` needs for those of its stages that are in ``stages``, a dict from number to stage."""
-        training, samples = self._training, plan.micro_batch_size // shape.parts
+        training, samples = self._training, self._samples(plan)
         numbers = stages_of(shape, device)
         here = [number for number in numbers if number in stages]
-        degree = plan.tp, plan.sequence_parallel
+        share, shares = share_of(plan), shares_of(plan)
         found = {
-            number: self._stage(samples, stages[number], *degree, number in shape.recompute, number in shape.split)
+            number: self._stage(samples, stages[number], shares, number in shape.recompute, number in shape.split)
             for number in here
         }
-        state = {number: self._state(samples, stages[number], *degree) for number in here}
-        tables = self._work.tables(self._work.slice_of(samples, stages[here[0]].replicas)[0], *degree)
+        state = {number: self._state(samples, stages[number], share) for number in here}
+        tables = self._work.tables(self._work.slice_of(samples, stages[here[0]].replicas)[0], share)
         elements = tables.parameters(tuple(span for number in here for span in stages[number].operations))
         holders = [len(set(shape.homes[number])) * plan.dp * stages[number].replicas for number in here]
         shards = max(holders) if plan.shard_optimizer else 1
@@ -362,7 +358,7 @@ class PlanMemory:
         moments = once * sum(each.optimizer for each in state.values())
         if training.state_elements is not None and own != elements:  # they depend on shapes
             spans = tuple(span for number in here for span in stages[number].operations)
-            moments = self._state(samples, replace(stages[here[0]], operations=spans, kept=()), *degree).optimizer
+            moments = self._state(samples, replace(stages[here[0]], operations=spans, kept=()), share).optimizer
         constant = {
             "reserve": training.reserve_bytes,
             "weights": elements * training.weight_bytes + sum(each.fixed for each in state.values()),
@@ -387,6 +383,7 @@ class PlanMemory:
                 one.in_flight - (one.received if number in local else 0.0),
                 one.recomputed,
                 one.deferred,
+                one.slice_gradient,
                 one.private if private else 0.0,
                 kept.elements * training.weight_bytes + kept.copies,
                 one.received,
@@ -422,16 +419,22 @@ class PlanMemory:
         return None if block is None else local_spans(tables.work.tensors, (block,))[0]
 
     def _make_stage(
-        self,
-        samples: int,
-        stage: StagePlan,
-        tp: int,
-        sequence_parallel: bool,
-        recompute: bool,
-        split: bool,
+        self, samples: int, stage: StagePlan, shares: tuple[Share, ...], recompute: bool, split: bool
+    ) -> StageMemory:
+        """The memory of ``stage`` for a micro-batch or, if it has several ``shares``, for the mean of them."""
+        found = [self._stage_of_share(samples, stage, share, recompute, split) for share in shares]
+        if len(shares) == 1:
+            return found[0]
+        if self._training.system is None:
+            every = (self._work.tables(samples, share).work.tensors for share in shares)
+            found = [one.moved(tensors.whole_position) for one, tensors in zip(found, every, strict=True)]
+        return mean_of_slices(found)
+
+    def _stage_of_share(
+        self, samples: int, stage: StagePlan, share: Share, recompute: bool, split: bool
     ) -> StageMemory:
         samples, divisor = self._work.slice_of(samples, stage.replicas)
-        tables = self._work.tables(samples, tp, sequence_parallel)
+        tables = self._work.tables(samples, share)
         dropped = self._dropped(samples, stage, recompute=recompute)
         if self._training.system is not None:
             blockwise = not self._training.recompute_ends
@@ -444,9 +447,9 @@ class PlanMemory:
             found = replace(found, in_flight=found.in_flight + inputs, inputs=found.inputs + inputs)
         return found.divided(divisor)
 
-    def _make_state(self, samples: int, stage: StagePlan, tp: int, sequence_parallel: bool) -> _State:
+    def _make_state(self, samples: int, stage: StagePlan, share: Share) -> _State:
         samples, _ = self._work.slice_of(samples, stage.replicas)
-        tables = self._work.tables(samples, tp, sequence_parallel)
+        tables = self._work.tables(samples, share)
         tensors = tables.work.tensors
         used: dict[int, None] = {}
         for first, last in local_spans(tensors, stage.operations):

@@ -1,6 +1,6 @@
 """The bytes of one stage: of its micro-batches in flight, and of the operations that run on them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
@@ -22,6 +22,7 @@ class StageMemory:
     inputs: float  # the part of ``in_flight`` that the stage takes from others
     recomputed: float  # activations that a recomputation adds
     deferred: float  # bytes that a split backward keeps for its weight half
+    slice_gradient: float  # gradients of the keys and values of a slice of the sequence, which later slices make
     forward: Peak
     recompute: Peak
     backward: Peak
@@ -47,6 +48,30 @@ class StageMemory:
             elif field.name != "private":
                 changed[field.name] = value / by
         return replace(self, **changed)
+
+    def moved(self, position: Callable[[int], int]) -> "StageMemory":
+        """The same with ``position`` of each peak's position."""
+        changed: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Peak):
+                changed[field.name] = replace(value, position=position(value.position))
+        return replace(self, **changed)
+
+
+def mean_of_slices(slices: Sequence[StageMemory]) -> StageMemory:
+    """The memory of a stage whose parts of a micro-batch are ``slices`` of the sequence.
+
+    Any of them may be in flight, so the bytes that it holds are their mean. Each peak is the largest.
+    """
+    found: dict[str, Any] = {}
+    for field in fields(StageMemory):
+        values = [getattr(one, field.name) for one in slices]
+        if isinstance(values[0], Peak):
+            found[field.name] = max(values, key=lambda peak: peak.size)
+        else:
+            found[field.name] = sum(values) / len(values)
+    return StageMemory(**found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +161,7 @@ def stage_memory(
         inputs=inputs,
         recomputed=recomputed,
         deferred=whole.deferred,
+        slice_gradient=float(tensors.slice_gradient[whole.positions].sum()),
         forward=forward.beyond(held),
         recompute=recompute.beyond(held + recomputed),
         backward=backward.beyond(held),

@@ -1,8 +1,9 @@
 """The tensors that a stage holds for its micro-batches: the terms of a StageMemory, each with its name."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from auto3d.cost.memory.parameters import local_spans
 from auto3d.cost.memory.segment import RunBytes, Span
 from auto3d.cost.memory.stage import block_run, stage_runs
 from auto3d.cost.memory.tensors import Tensors
@@ -42,6 +43,7 @@ def stage_tensors(
         yield from _saved(tensors, block_run(tensors, operations, block, split=split), "recomputed")
     for memory in stage.whole.put_off.tolist():
         yield _activation("deferred", tensors.names[memory], tensors.size[memory])
+    yield from _of_later_slices(tensors, stage.whole.positions.tolist())
     if split:
         for position in stage.whole.positions.tolist():
             name = f"gradient of the result of {tensors.operations[position]}"
@@ -68,6 +70,14 @@ def fused_stage_tensors(
     for position in _positions(operations):
         name = f"operands and gradients of {_operation(tables, position)}"
         yield _activation("deferred", name, work.deferred[position])
+    for span in local_spans(work.tensors, operations):
+        yield from _of_later_slices(work.tensors, range(*span))
+
+
+def _of_later_slices(tensors: Tensors, positions: Iterable[int]) -> Iterator[StageTensor]:
+    for position in positions:
+        name = f"gradient of the operand of {tensors.operations[position]}"
+        yield _activation("slice_gradients", name, tensors.slice_gradient[position])
 
 
 def _saved(tensors: Tensors, run: RunBytes, count: str) -> Iterator[StageTensor]:

@@ -14,6 +14,7 @@ import numpy as np
 from auto3d.capture.graph import Graph, GraphNode
 from auto3d.tensor.conversions import CONVERSIONS, Conversion
 
+WITH_EARLIER = "auto3d.with_earlier.default"  # joins the keys or the values of all slices so far
 # Operators whose backward returns the gradient of the result as that of each operand of the same shape.
 _PASSES_GRADIENT = ("aten.add.Tensor", "aten.add_.Tensor", "aten.alias.default", "aten.dropout.default")
 _TRANSPOSES = ("aten.transpose", "aten.permute", "aten.t.", "aten.swapaxes", "aten.movedim", "aten.expand")
@@ -63,8 +64,11 @@ class Tensors:
     extra: np.ndarray  # per operation: bytes that it saves beside the memories that it is the first to save
     forward_extra: np.ndarray  # per operation: temporaries of its forward beside what it reads and makes
     backward_extra: np.ndarray  # per operation: temporaries of its backward beside gradients
+    slice_gradient: np.ndarray
+    """Per operation, for a slice of the sequence: bytes of the gradient of its keys or values, which later slices make
+    and which exists until its own backward."""
     begins: np.ndarray | None = None
-    """Position in the whole Graph -> position here, for a tensor-parallel rank; None where both are the same."""
+    """Position in the whole Graph -> position here, for a share of the model; None where both are the same."""
 
     @property
     def count(self) -> int:
@@ -108,9 +112,16 @@ class Tensors:
         """The trained parameters that several operations use."""
         return frozenset(np.flatnonzero(np.bincount(self.state_of, minlength=1) > 1).tolist())
 
+    def whole_position(self, position: int) -> int:
+        """The position in the whole Graph of the operation at ``position`` here."""
+        return position if self.begins is None else int(np.searchsorted(self.begins, position, side="right")) - 1
+
     def scaled(self, times: float) -> "Tensors":
         """The same at ``times`` as many samples."""
-        grown = ("size", "use_size", "value_size", "deferred_gradient", "extra", "forward_extra", "backward_extra")
+        grown = (
+            "size", "use_size", "value_size", "deferred_gradient", "extra", "forward_extra", "backward_extra",
+            "slice_gradient",
+        )  # fmt: skip
         return replace(self, **{name: times * getattr(self, name) for name in grown})
 
 
@@ -151,6 +162,8 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
     parameters = {name: index for index, name in enumerate(sorted(graph.trained & graph.parameters.keys()))}
     count = len(graph.nodes)
     deferred_gradient, forward_extra, backward_extra = np.zeros(count), np.zeros(count), np.zeros(count)
+    slice_gradient = np.zeros(count)
+    joined: dict[str, float] = {}  # keys or values of all slices so far -> bytes
     for position, node in enumerate(graph.nodes):
         for name in node.reads:
             if name in owner:
@@ -190,6 +203,11 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
             deferred += [(position, number[owner[name]]) for name in node.reads if name in owner]
             deferred_gradient[position] = scale * sum(value.bytes for value in node.outputs)
         forward_extra[position], backward_extra[position] = (scale * each for each in _temporaries(graph, node, shapes))
+        backward_extra[position] += sum(joined.get(name, 0.0) for name in node.reads)  # the backward joins them again
+        if node.operator == WITH_EARLIER:
+            (value,) = node.outputs
+            joined[value.name] = scale * value.bytes
+            slice_gradient[position] = scale * prod(shapes[node.reads[0]]) * value.item_bytes * value.differentiable
 
     def column(pairs: Sequence[tuple], place: int, kind: type = int) -> np.ndarray:
         return np.array([pair[place] for pair in pairs], dtype=kind)
@@ -228,6 +246,7 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
         deferred_gradient=deferred_gradient,
         forward_extra=forward_extra,
         backward_extra=backward_extra,
+        slice_gradient=slice_gradient,
         extra=np.zeros(count),
     )
     return replace(found, extra=saved - found.first_saved)
@@ -269,6 +288,7 @@ def tensors_of_layers(saved: np.ndarray, outputs: np.ndarray) -> Tensors:
         extra=saved,
         forward_extra=np.zeros(count),
         backward_extra=np.zeros(count),
+        slice_gradient=np.zeros(count),
     )
 
 

@@ -150,7 +150,7 @@ def _ours(formulas: Formulas, depth: int) -> Iterator[tuple[str, float]]:
     model = CostModel(
         Cluster(nodes=(Node(devices=depth),), device="cuda"),
         TrainingOptions(),
-        lambda samples, tp, _: work_of_layers(layers, samples, tp, precision="float32"),
+        lambda samples, share: work_of_layers(layers, samples, share.tp, precision="float32"),
     )
     plan = Plan(
         graph="",

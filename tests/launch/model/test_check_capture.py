@@ -36,6 +36,15 @@ def test_a_capture_is_compared_once_and_that_is_remembered(folder, auto3d):
     assert EQUALS in auto3d("capture", "own.yaml", "--check").out
 
 
+def test_the_slices_of_a_plan_are_compared_once(folder, auto3d):
+    sliced = ["train", "small.yaml", CHECK, "plan.pp=1", "model.config.attn_pdrop=0", "plan.schedule=seq1f1b"]
+    two, four = (f"plan.schedule_options={{slices: {slices}}}" for slices in (2, 4))
+    equal = "equals its {} slices of the sequence in its loss and "
+    assert equal.format(2) in auto3d(*sliced, two).err
+    assert "slices of the sequence in" not in auto3d(*sliced, two, "--fresh").err
+    assert equal.format(4) in auto3d(*sliced, four, "--fresh").err
+
+
 @pytest.mark.parametrize(
     ("command", "times"), [(TRAIN, 2), (["capture", "own.yaml", "--check"], 1), (["sweep", "own.yaml", CHECK], 1)]
 )

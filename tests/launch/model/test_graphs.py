@@ -6,10 +6,14 @@ import pytest
 
 from auto3d.capture import cache
 from auto3d.capture.interpolate import interpolate
+from auto3d.cost.share import Share
+from auto3d.errors import InputError
 from launch.model.capture_process import CaptureProcess
 from launch.model.graphs import PlanningModel
 from launch.recipe.load import load
 from tests.launch.conftest import MINE
+
+CAUSAL = ["model.config.attn_pdrop=0"]  # no random numbers inside attention, as slices need
 
 
 @pytest.fixture
@@ -29,6 +33,25 @@ def test_the_sharding_of_an_interpolated_graph_is_not_stored(folder, kept):
     assert set(kept.iterdir()) == before
     assert model.sharding(model.graph(2)).bounds == bounds
     assert len(set(kept.iterdir()) - before) == 1
+
+
+def test_the_graphs_of_slices_are_kept_and_those_of_another_process_are_the_same(folder, kept):
+    model = PlanningModel(load("small.yaml", CAUSAL))
+    graphs = model.slice_graphs(2, 2)
+    assert [model.graph_of(2, Share(slices=2, slice_number=number)) for number in range(2)] == list(graphs)
+    again = PlanningModel(load("small.yaml", CAUSAL))
+    assert again.slice_graphs(2, 2) == graphs
+    assert not again.captured
+    assert again.slice_graphs(2, 4) != graphs
+    with CaptureProcess() as process:
+        assert PlanningModel(load("small.yaml", CAUSAL), fresh=True, process=process).slice_graphs(2, 2) == graphs
+
+
+def test_a_model_that_cannot_run_in_slices_says_so_in_another_process_too(folder, kept):
+    with CaptureProcess() as process:
+        for model in (PlanningModel(load("own.yaml", [])), PlanningModel(load("own.yaml", []), process=process)):
+            with pytest.raises(InputError, match="schedule: this model cannot run in slices of its sequence"):
+                model.slice_graphs(4, 2)
 
 
 def test_a_model_that_changed_is_sharded_again(folder, kept):

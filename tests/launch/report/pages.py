@@ -65,7 +65,7 @@ def model_of(stages: int, devices: int, *, memory_bytes: float | None = None) ->
     return CostModel(
         Cluster(nodes=(node,), device="cpu"),
         TrainingOptions(),
-        lambda samples, tp, _: work_of_layers(layers, samples, tp, precision="float32"),
+        lambda samples, share: work_of_layers(layers, samples, share.tp, precision="float32"),
     )
 
 
