@@ -216,22 +216,18 @@ class _SliceBuilder:
         """Add attention of the slice's queries to the keys and values of all slices so far."""
         query, key, value = call.operands[:3]
         causal, mask = bool(call.argument("is_causal", False)), call.argument("attn_mask")
-        if is_random(call.node):
-            raise self._refused(call, "draws random numbers inside of attention")
         places = [self._division.get(each) for each in (query, key, value)]
         expected = [Split(len(each.meta["val"].shape) - 2, (self._length,)) for each in (query, key, value)]
         if places != expected or any(each not in self._own for each in (query, key, value)):
             raise self._refused(call, "attends to another sequence than its own")
         length = self._length // self.slices
         first, last = self.number * length, (self.number + 1) * length
-        rows = None
-        if not causal:
-            shape = tuple(mask.meta["val"].shape[-2:]) if isinstance(mask, fx.Node) else ()
-            if not isinstance(mask, fx.Node) or mask in self._own or shape != (self._length, self._length):
-                raise self._refused(call, "lets tokens attend to later ones")
-            rows = self._rows_of(call, mask, first, last)
-        elif first:
-            rows = self._rows_of(call, None, first, last)
+        shows = tuple(mask.meta["val"].shape[-2:]) if isinstance(mask, fx.Node) else ()
+        if not causal and (mask in self._own or shows != (self._length, self._length)):
+            raise self._refused(call, "lets tokens attend to later ones")
+        if is_random(call.node):
+            raise self._refused(call, "draws random numbers inside of attention, by its dropout")
+        rows = self._rows_of(call, None if causal else mask, first, last) if first or not causal else None
         joined = []
         for what, node in (("keys", key), ("values", value)):
             name = f"{call.node.name}_{what}"
