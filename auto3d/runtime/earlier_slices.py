@@ -54,7 +54,8 @@ class EarlierSlices:
     def end(self) -> None:
         """Forget the micro-batch, all of whose backwards have run."""
         self._values.pop(self.micro_batch, None)
-        self._gradients.pop(self.micro_batch, None)
+        lost = self._gradients.pop(self.micro_batch, {})
+        assert not lost, f"no backward has taken the gradient of {next(iter(lost))} from later slices"
 
 
 class _Join(torch.autograd.Function):
