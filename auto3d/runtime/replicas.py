@@ -7,6 +7,7 @@ from auto3d.capture.model import CapturedModel
 from auto3d.partition.samples import made_from_samples, sample_dimensions
 from auto3d.partition.stage import Stage, same_stages
 from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan, PlanError
+from auto3d.schedule import check_slices
 from auto3d.schedule.operation import Schedule
 from auto3d.schedule.shape import shape_of
 from auto3d.sequence.sliced import SlicedModel, sliced
@@ -51,23 +52,12 @@ def rank_program(captured: CapturedModel, plan: Plan, replicas: int) -> RankProg
 
 
 def _sliced_once(captured: CapturedModel, plan: Plan, slices: int) -> SlicedModel:
-    check_slices_fit(plan)
+    check_slices(plan.schedule, tp=plan.tp, replicated=any(stage.replicas > 1 for stage in plan.stages))
     key = "slices of the sequence", slices
     if key not in captured.derived:
         captured.derived[key] = sliced(captured, slices)
     found: SlicedModel = captured.derived[key]
     return found
-
-
-def check_slices_fit(plan: Plan) -> None:
-    """Raise PlanError if ``plan``, whose schedule runs slices of the sequence, divides the model in other ways too."""
-    if plan.tp > 1:
-        raise PlanError(f"tp: {plan.tp}; schedule {plan.schedule} runs slices of the sequence, which takes tp = 1")
-    if any(stage.replicas > 1 for stage in plan.stages):
-        raise PlanError(
-            f"stages: one has replicas; schedule {plan.schedule} runs slices of the sequence, which takes stages "
-            "without replicas"
-        )
 
 
 def _derived_once(captured: CapturedModel, plan: Plan) -> TensorParallelModel:

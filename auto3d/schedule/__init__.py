@@ -72,6 +72,19 @@ def schedule_of(plan: Plan) -> Schedule:
     return build_schedule(plan.schedule, devices=plan.pp, micro_batches=plan.micro_batches, **plan.schedule_options)
 
 
+def check_slices(name: str, *, tp: int, replicated: bool) -> None:
+    """Raise PlanError if a plan divides the model in other ways than into slices of the sequence.
+
+    ``name`` is its schedule, which runs slices; ``replicated`` says whether a stage has replicas.
+    """
+    if tp > 1:
+        raise PlanError(f"tp: {tp}; schedule {name} runs slices of the sequence, which takes tp = 1")
+    if replicated:
+        raise PlanError(
+            f"replicas: a stage has several; schedule {name} runs slices of the sequence, which takes one of each stage"
+        )
+
+
 def without_slices(plan: Plan) -> Plan:
     """``plan`` with the same schedule on whole sequences, as an evaluation runs it."""
     if schedule_of(plan).slices == 1:

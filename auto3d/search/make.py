@@ -14,7 +14,7 @@ from auto3d.partition.recompute import keep_last, kept_fractions
 from auto3d.partition.replicated import fastest_stages
 from auto3d.partition.stage import PartitionError
 from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan, PlanError, StagePlan, stages_between
-from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule, samples_per_replica
+from auto3d.schedule import SCHEDULES, build_schedule, check_slices, parse_schedule, samples_per_replica
 from auto3d.schedule.moments import stages_of
 from auto3d.schedule.shape import Shape, shape, shape_of
 from auto3d.search.placement import MEGATRON, place, place_replicas
@@ -257,10 +257,7 @@ class PlanMaker:
         """Raise InputError if ``candidate`` or the model does not allow the slices of ``form``."""
         if form.slices == 1:
             return
-        if candidate.tp > 1:
-            raise PlanError(f"schedule: {form.name} with slices runs with tp = 1; found {candidate.tp}")
-        if candidate.replicas == UNEVEN:
-            raise PlanError(f"schedule: {form.name} with slices runs stages without replicas; found uneven ones")
+        check_slices(form.name, tp=candidate.tp, replicated=candidate.replicas == UNEVEN)
         self._check_sliced(samples, form.slices)
 
     def _check_sliced(self, samples: int, slices: int) -> None:

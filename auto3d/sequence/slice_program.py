@@ -38,6 +38,7 @@ class SliceProgram:
     exported: ExportedModel
     operation_of: Mapping[str, str]  # node -> name of the operation of the whole program that it belongs to
     joined: dict[str, str]  # keys or values of all slices so far -> those of this slice
+    masked: frozenset[str]  # attentions that take a mask here, and in the whole program are causal by their kernel
 
 
 def check_sliceable(captured: CapturedModel) -> None:
@@ -100,6 +101,7 @@ class _SliceBuilder:
     graph: fx.Graph = field(default_factory=fx.Graph)
     operation_of: dict[str, str] = field(default_factory=dict)
     joined: dict[str, str] = field(default_factory=dict)
+    masked: set[str] = field(default_factory=set)
     _whole: dict[fx.Node, fx.Node] = field(default_factory=dict)  # value of the model -> the same value here
     _own: dict[fx.Node, fx.Node] = field(default_factory=dict)  # value of the model -> what this slice has of it
     _parts: dict[tuple[fx.Node, Split], fx.Node] = field(default_factory=dict)  # of a whole value -> the slice's places
@@ -136,6 +138,7 @@ class _SliceBuilder:
             exported=replace(self.exported, program=self.graph),
             operation_of=self.operation_of,
             joined=self.joined,
+            masked=frozenset(self.masked),
         )
 
     def _add(self, call: Call) -> None:
@@ -228,6 +231,8 @@ class _SliceBuilder:
         if is_random(call.node):
             raise self._refused(call, "draws random numbers inside of attention, by its dropout")
         rows = self._rows_of(call, None if causal else mask, first, last) if first or not causal else None
+        if causal and rows is not None:
+            self.masked.add(call.node.name)
         joined = []
         for what, node in (("keys", key), ("values", value)):
             name = f"{call.node.name}_{what}"

@@ -47,7 +47,8 @@ def sliced(captured: CapturedModel, slices: int, *, fused_attention: bool = True
     with garbage_collection_paused():
         for number in range(slices):
             made = slice_program(captured, sequence, slices, number)
-            graph = _kept_by_slices(describe(made.exported, fused_attention=fused_attention), made.joined)
+            graph = describe(made.exported, fused_attention=fused_attention)
+            graph = _counted_in_full(_kept_by_slices(graph, made.joined), made.masked)
             programs.append(CapturedModel(graph=graph, exported=made.exported))
             positions.append(tuple(position[made.operation_of[node.name]] for node in graph.nodes))
     return SlicedModel(whole=captured, programs=tuple(programs), positions=tuple(positions))
@@ -69,4 +70,18 @@ def _kept_by_slices(graph: Graph, joined: dict[str, str]) -> Graph:
         return name if own is None else owner.get(own, own)
 
     nodes = (replace(node, saves=tuple(dict.fromkeys(map(kept, node.saves)))) for node in graph.nodes)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _counted_in_full(graph: Graph, masked: frozenset[str]) -> Graph:
+    """``graph`` with twice the FLOPs of the attentions ``masked``.
+
+    A causal kernel skips the half of the scores that it hides, but they count in full. A slice's kernel computes every
+    score up to its last token. So that times of slices and of the whole can be compared, each score that is computed
+    counts twice in both.
+    """
+    nodes = (
+        replace(node, flops=2 * node.flops, backward_flops=2 * node.backward_flops) if node.name in masked else node
+        for node in graph.nodes
+    )
     return replace(graph, nodes=tuple(nodes))

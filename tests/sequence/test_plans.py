@@ -66,7 +66,7 @@ def test_replicas_are_refused():
     plan = sliced_plan()
     stages = tuple(replace(stage, replicas=2) for stage in plan.stages)
     twice = replace(plan, stages=stages, placement=((0, 1), (2, 3)))
-    with pytest.raises(PlanError, match="slices of the sequence, which takes stages without replicas"):
+    with pytest.raises(PlanError, match="replicas: a stage has several; schedule seq1f1b runs slices"):
         check_plan(captured("gpt2", 2), twice, SETTINGS)
 
 

@@ -141,14 +141,23 @@ def test_slices_compute_the_whole(name, slices):
 
 
 def test_a_slice_sees_no_later_one():
-    """FLOPs of the whole but for attention, which is that of a slice to the keys so far."""
+    """Attention is to the keys so far. The scores of a causal kernel count in full, whether hidden or not."""
     model = captured("gpt2", 2)
     programs = sliced(model, 4).programs
     whole = sum(node.flops for node in model.graph.nodes)
     attention = sum(node.flops for node in model.graph.nodes if "attention" in node.operator)
     for number, program in enumerate(programs):
         found = sum(node.flops for node in program.graph.nodes)
-        assert found == (whole - attention) / 4 + attention / 16 * (number + 1)
+        assert found == (whole - attention) / 4 + attention / 16 * (2 * (number + 1) if number else 1)
+
+
+def test_scores_behind_a_mask_of_the_model_count_once():
+    """Its kernel computes all of them in the whole program too."""
+    model = capture(Padded, TEXT.input_specs(), 2)
+    whole = sum(node.flops for node in model.graph.nodes if "attention" in node.operator)
+    for number, program in enumerate(sliced(model, 4).programs):
+        found = sum(node.flops for node in program.graph.nodes if "attention" in node.operator)
+        assert found == whole / 16 * (number + 1)
 
 
 def test_a_gradient_of_earlier_keys_that_is_lost_is_found(monkeypatch):
