@@ -28,6 +28,7 @@ from auto3d.tensor.ways import calls_of
 from auto3d.tensor_placement import WHOLE, PlacementKind, Split, TensorPlacement
 
 _aten = torch.ops.aten
+_INDIVISIBLE = "does not divide along the sequence"
 _CLASSES = 1  # dimension of the classes among those of the logits of a cross-entropy
 
 
@@ -190,7 +191,7 @@ class _SliceBuilder:
         values = (made,) if isinstance(made, torch.Tensor) else made
         for value, shape, given in zip(values, call.results, way.gives, strict=True):
             if isinstance(value, torch.Tensor) and tuple(value.shape) != given.local_shape(shape, self.slices):
-                raise self._refused(call, "does not divide along the sequence")
+                raise self._refused(call, _INDIVISIBLE)
 
     def _divided(self, call: Call) -> tuple[list[Split | None], list[Split]] | None:
         """How the slices divide each operand (None: not at all) and each result of ``call``; None if they cannot."""
@@ -273,12 +274,11 @@ class _SliceBuilder:
         """Add a term of the loss as the mean over the slice's places."""
         first = next(number for number, operand in enumerate(call.operands) if operand in self._own)
         split = self._division[call.operands[first]]
-        needs: list[Split | None] = [split] * len(call.operands)
-        targets, weight = call.operand_number("target"), call.operand_number("weight")
-        if targets is not None and len(call.shapes[targets]) == len(call.shapes[first]) - 1:  # classes are no places
+        whole = call.shapes[first]
+        needs = [split if shape == whole else None for shape in call.shapes]  # others, such as weights, are broadcast
+        targets = call.operand_number("target")
+        if targets is not None and len(call.shapes[targets]) == len(whole) - 1:  # classes are no places
             needs[targets] = Split(split.dim - (split.dim > _CLASSES), split.blocks)
-        if weight is not None:
-            needs[weight] = None
         order = iter(needs)
         args, kwargs = fx.node.map_arg(
             (call.node.args, call.node.kwargs), lambda node: self._operand(call, node, next(order))
@@ -325,7 +325,10 @@ class _SliceBuilder:
 
     def _put(self, call: Call, target: Any, args: tuple, kwargs: dict, values: dict[fx.Node, fx.Node]) -> Any:
         """Add ``call`` and its results to ``values``; returns what it makes of meta tensors."""
-        made = self._new(call.node.name, target, args, kwargs, call.node)
+        try:
+            made = self._new(call.node.name, target, args, kwargs, call.node)
+        except RuntimeError:  # the operator refuses the shapes of a slice
+            raise self._refused(call, _INDIVISIBLE) from None
         for node in call.result_nodes:
             result = made
             if node is not call.node:

@@ -72,6 +72,8 @@ class Series(nn.Module):
         self.mixes = mixes
         self.convolution = nn.Conv1d(16, 16, 3, padding=1)
         self.normal = nn.BatchNorm1d(16, track_running_stats=False)
+        self.register_buffer("weight", torch.arange(1.0, 9.0).reshape(2, 4))
+        self.register_buffer("places", torch.arange(1.0, 1.0 + LENGTH)[:, None])
 
     def forward(self, series: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         hidden = self.block(self.enter(series), None)
@@ -91,6 +93,15 @@ class Series(nn.Module):
             hidden = hidden.flip(1)
         if self.mixes == "places":
             return nn.functional.mse_loss(self.head(hidden)[:, ::2], following[:, ::2])
+        if self.mixes == "weights":  # one for each vector's element, and two that are the same for all places
+            shown = torch.sigmoid(following.detach())
+            return nn.functional.binary_cross_entropy_with_logits(
+                self.head(hidden), shown, weight=self.weight[:1], pos_weight=self.weight[1]
+            )
+        if self.mixes == "weights of places":
+            return nn.functional.binary_cross_entropy_with_logits(
+                self.head(hidden), torch.sigmoid(following.detach()), weight=self.places
+            )
         if self.mixes == "root":
             return nn.functional.mse_loss(self.head(hidden), following).sqrt()
         return nn.functional.mse_loss(self.head(hidden), following)
@@ -107,6 +118,7 @@ OWN = {
     "padded": (Padded, TEXT),
     "padded-float": (partial(Padded, is_float=True), TEXT),
     "series": (Series, SERIES),
+    "series-weighted": (partial(Series, "weights"), SERIES),
 }
 
 
@@ -236,6 +248,7 @@ def test_models_that_need_the_whole_sequence_are_refused(name, reason):
         ("sorted", "sort of the model combines places"),
         ("reversed", "flip of the model combines places"),
         ("places", "slice of the model combines places"),
+        ("weights of places", "binary_cross_entropy_with_logits of the model does not divide along the sequence"),
         ("root", "the loss is no sum of means over places"),
     ],
 )
