@@ -1,0 +1,38 @@
+"""Every model of the zoo that runs in slices computes what the whole does; all others are refused."""
+
+import pytest
+import torch
+
+from auto3d.capture.model import capture
+from auto3d.errors import InputError
+from auto3d.plan import PlanError
+from auto3d.runtime.verify_slices import check_slices
+from auto3d.sequence.sliced import sliced
+from tests.zoo.__main__ import ENTRIES
+from tests.zoo.entry import Entry
+
+IN_SUITE = ("Qwen3ForCausalLM", "HandWrittenLSTM", "CpmAntForCausalLM")  # runs; a recurrence; a prompt before the tokens
+
+
+def check(entry: Entry) -> bool:
+    """Whether the model of ``entry`` runs in 2 slices."""
+    try:
+        model = sliced(capture(entry.build, entry.data.input_specs(), 2), 2)
+    except PlanError as error:
+        assert "cannot run in slices of its sequence" in str(error) or "does not divide a sequence" in str(error)
+        return False
+    except InputError:  # the model cannot be captured
+        return False
+    check_slices(model, entry.data, seed=3, device=torch.device("cpu"))
+    return True
+
+
+def test_models_of_the_suite():
+    entries = {entry.name: entry for entry in ENTRIES}
+    assert [check(entries[name]) for name in IN_SUITE] == [True, False, False]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_no_model_is_silently_wrong(entry):
+    check(entry)
