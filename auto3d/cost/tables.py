@@ -53,8 +53,11 @@ class WorkTables:
         return self._sum("deferred", operations)
 
     def fixed(self, operations: Sequence[tuple[int, int]]) -> float:
-        shared = sum(size for size, users in self.work.shared if any(_inside(user, operations) for user in users))
-        return self._sum("fixed", operations) + shared
+        return self._sum("fixed", operations) + self.held_once(operations)
+
+    def held_once(self, operations: Sequence[tuple[int, int]]) -> float:
+        """Bytes of what ``Work.shared`` has for ``operations``."""
+        return sum(size for size, users in self.work.shared if any(_inside(user, operations) for user in users))
 
     def copied(self, operations: Sequence[tuple[int, int]]) -> float:
         """Elements of parameters of ``operations`` whose gradients the tensor-parallel ranks add up."""

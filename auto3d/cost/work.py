@@ -82,7 +82,8 @@ class Work:
     tied: tuple[tuple[float, tuple[int, ...]], ...] = ()
     """(elements, positions) of each parameter that several operations use; ``parameters`` counts it at the first."""
     shared: tuple[tuple[float, tuple[int, ...]], ...] = ()
-    """(bytes, positions) of each buffer that a device holds once if it runs any of the positions."""
+    """(bytes, positions) of each tensor beside state that a stage holds once if it runs any of the positions: buffers
+    of another system, or what depends on no data and is computed once, such as a causal mask."""
     shards: int = 1  # tensor-parallel degree
     exchanges: tuple[TensorExchange, ...] = ()  # ordered as in the forward
 
@@ -252,7 +253,7 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, s
         else:
             arrays["backward_launches"][position] = 0
     tensors = tensors_of(graph, scale, arrays["saved"])
-    shared: tuple[tuple[float, tuple[int, ...]], ...] = ()
+    shared = _computed_once(graph, scale)
     if system is not None:
         held = system_bytes(graph, system, PRECISION_BYTES[precision])
         arrays |= {"saved": held.saved, "deferred": held.deferred, "working": held.working}
@@ -268,6 +269,22 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, s
         tied=tuple((elements[name], tuple(positions)) for name, positions in users.items() if len(positions) > 1),
         shared=shared,
     )
+
+
+def _computed_once(graph: Graph, scale: float) -> tuple[tuple[float, tuple[int, ...]], ...]:
+    """(bytes, positions of its users) of each tensor that depends on no input and no state, as ``Work.shared``."""
+    owner: dict[str, str] = {}  # value -> the value that owns its memory
+    size: dict[str, int] = {}
+    users: dict[str, list[int]] = {}
+    for position, node in enumerate(graph.nodes):
+        if node.from_inputs and not node.state and owner.keys() >= set(node.reads):
+            source = owner[node.reads[0]] if node.is_view and node.reads else None
+            owner.update({value.name: source or value.name for value in node.outputs})
+            size.update({value.name: value.bytes for value in node.outputs})
+            continue
+        for name in dict.fromkeys(owner[name] for name in node.reads if name in owner):
+            users.setdefault(name, []).append(position)
+    return tuple((scale * size[name], tuple(positions)) for name, positions in users.items())
 
 
 def scale_of(graph: Graph, precision: str) -> float:

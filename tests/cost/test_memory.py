@@ -39,7 +39,7 @@ from auto3d.tensor.model import tensor_parallel
 from tests.distributed.parity import ADAMW, SGD, make_plan
 from tests.live_tensors import LiveTensors
 from tests.memory_grid import Cell, compare, grid, plan_of
-from tests.models import captured
+from tests.models import SEQUENCE, captured
 from tests.processes import ProcessPool
 from tests.schedule.samples import BY_RULE, SYNC, options_of
 
@@ -182,8 +182,19 @@ def test_state_is_counted_exactly():
         (device,) = predicted_memory(model, make_plan("gpt2", dp=1, pp=1), settings)
         assert device.optimizer == copies * parameters
         buffers = sum(value.bytes for value in (*model.graph.buffers.values(), *model.graph.constants.values()))
-        assert parameters <= device.weights <= parameters + buffers
+        positions = 8 * SEQUENCE  # a stage computes them once
+        assert parameters + positions <= device.weights <= parameters + positions + buffers
         assert str(device).startswith(f"{device.total / 2**30:.3g} GiB at {device.at}: ")
+
+
+def test_masks_and_positions_of_slices_are_held_once():
+    """A slice behind the first has a mask of its own tokens and all up to its last one, in float32."""
+    model, settings = captured("gpt2", 2), TrainingSettings(iterations=1, device="cpu", threads_per_rank=1)
+    plans = (make_plan("gpt2", dp=1, pp=2, schedule="seq1f1b", options={"slices": slices}) for slices in (1, 4))
+    whole, sliced = (predicted_memory(model, plan, settings) for plan in plans)
+    length = SEQUENCE // 4
+    masks = sum(4 * length * number * length for number in (2, 3, 4))
+    assert [b.weights - a.weights for a, b in zip(whole, sliced, strict=True)] == [masks + 3 * 8 * SEQUENCE, masks]
 
 
 def test_frozen_parameters_count_as_weights_alone():

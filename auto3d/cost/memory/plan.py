@@ -299,7 +299,7 @@ class PlanMemory:
         unmade = frozenset[int]()
         for number, counts in held.items():
             stage = plan.stages[number]
-            fixed = self._state(samples, stage, share).fixed
+            fixed = self._state(samples, stage, shares_of(plan)).fixed
             name = "frozen weights, buffers and constants"
             yield HeldTensor(name=name, kind="weights", bytes=fixed, count=1)
             size, _ = self._work.slice_of(samples, stage.replicas)
@@ -344,7 +344,7 @@ class PlanMemory:
             number: self._stage(samples, stages[number], shares, number in shape.recompute, number in shape.split)
             for number in here
         }
-        state = {number: self._state(samples, stages[number], share) for number in here}
+        state = {number: self._state(samples, stages[number], shares) for number in here}
         tables = self._work.tables(self._work.slice_of(samples, stages[here[0]].replicas)[0], share)
         elements = tables.parameters(tuple(span for number in here for span in stages[number].operations))
         holders = [len(set(shape.homes[number])) * plan.dp * stages[number].replicas for number in here]
@@ -358,7 +358,7 @@ class PlanMemory:
         moments = once * sum(each.optimizer for each in state.values())
         if training.state_elements is not None and own != elements:  # they depend on shapes
             spans = tuple(span for number in here for span in stages[number].operations)
-            moments = self._state(samples, replace(stages[here[0]], operations=spans, kept=()), share).optimizer
+            moments = self._state(samples, replace(stages[here[0]], operations=spans, kept=()), shares).optimizer
         constant = {
             "reserve": training.reserve_bytes,
             "weights": elements * training.weight_bytes + sum(each.fixed for each in state.values()),
@@ -447,9 +447,10 @@ class PlanMemory:
             found = replace(found, in_flight=found.in_flight + inputs, inputs=found.inputs + inputs)
         return found.divided(divisor)
 
-    def _make_state(self, samples: int, stage: StagePlan, share: Share) -> _State:
+    def _make_state(self, samples: int, stage: StagePlan, shares: tuple[Share, ...]) -> _State:
+        """The state of ``stage``, whose ``shares`` have the same; each holds what it computes once, such as masks."""
         samples, _ = self._work.slice_of(samples, stage.replicas)
-        tables = self._work.tables(samples, share)
+        tables, *others = (self._work.tables(samples, share) for share in shares)
         tensors = tables.work.tensors
         used: dict[int, None] = {}
         for first, last in local_spans(tensors, stage.operations):
@@ -466,7 +467,8 @@ class PlanMemory:
         return _State(
             elements=elements,
             optimizer=optimizer,
-            fixed=max(0.0, tables.fixed(stage.operations) - copies),
+            fixed=max(0.0, tables.fixed(stage.operations) - copies)
+            + sum(each.held_once(stage.operations) for each in others),
             copies=copies,
             update=max(of_this * size + of_the_last * before for before, size in pairwise(sizes)),
         )
