@@ -179,13 +179,23 @@ def plain_pytorch(
     seed: int = 5,
     state: Mapping[str, torch.Tensor] | None = None,
     iterations: int = ITERATIONS,
+    after: Sequence[Mapping[str, np.ndarray]] = (),
 ) -> list[dict]:
     """The reference: the unmodified model in a plain loop on this process; only its dropout is seeded by our rule.
 
-    Each case is computed once for all tests of the session, which must not change the result.
+    Each case is computed once for all tests of the session, which must not change the result. If ``after`` has the
+    parameters of a run after each of its iterations, the reference begins every iteration but the first with them.
     """
     case = (model, micro_batch_size, optimizer, global_batch, seed, iterations)
-    return _plain_pytorch(*case, state) if state is not None else _plain_pytorch_once(*case)
+    if state is None and not after:
+        return _plain_pytorch_once(*case)
+    return _plain_pytorch(*case, state, after)
+
+
+def parameters_after(ranks: list[dict]) -> list[dict[str, np.ndarray]]:
+    """All parameters after each iteration, from ranks that hold whole ones."""
+    histories = zip(*(rank["history"] for rank in ranks), strict=True)
+    return [{name: value for step in steps for name, value in step["parameters"].items()} for steps in histories]
 
 
 def _plain_pytorch(
@@ -196,6 +206,7 @@ def _plain_pytorch(
     seed: int,
     iterations: int,
     state: Mapping[str, torch.Tensor] | None = None,
+    after: Sequence[Mapping[str, np.ndarray]] = (),
 ) -> list[dict]:
     build, data = TRAINED[model]
     seed_all(seed)
@@ -212,6 +223,10 @@ def _plain_pytorch(
     number = {node.name: position for position, node in enumerate(ours.graph.nodes)}
     history = []
     for iteration in range(iterations):
+        if after and iteration:
+            with torch.no_grad():
+                for name, parameter in module.named_parameters():
+                    parameter.copy_(torch.from_numpy(after[iteration - 1][name]))
         module.zero_grad()
         total = 0.0
         for index in range(count):
