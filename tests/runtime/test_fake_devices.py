@@ -93,6 +93,7 @@ SAMPLE: dict[str, Callable[[], Made]] = {
     "bfloat16, complex numbers, a loss used again": partial(two_stages, "averaging", "gpipe"),
     "replicas of a stage": of_replicas,
     "an optimizer that ranks share": sharing_the_optimizer,
+    "slices of the sequence": partial(two_stages, "llama", "seq1f1b", slices=2),
     "an update after each backward": partial(asynchronous, "pipedream"),
     "an update per iteration, overlapping": partial(asynchronous, "pipedream-2bw"),
 }
