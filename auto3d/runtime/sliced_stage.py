@@ -53,8 +53,9 @@ class SlicedStage:
 
     def backward(self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Run the backward of the slice; arguments and result are those of ``StageModule.backward``."""
-        sent_back = self.backward_input(micro_batch, gradients)
-        self.backward_weight(micro_batch)
+        own, running = self._of(micro_batch)
+        sent_back = running.backward(own, gradients)
+        self._end_after(running)
         return sent_back
 
     def backward_input(
@@ -63,14 +64,18 @@ class SlicedStage:
         """As ``backward``, but without the weight gradients that a split backward defers."""
         own, running = self._of(micro_batch)
         sent_back = running.backward_input(own, gradients)
-        if running is self._slices[0]:
-            self._earlier.end()
+        self._end_after(running)
         return sent_back
 
     def backward_weight(self, micro_batch: int) -> None:
         """Compute the gradients that ``backward_input`` of the slice deferred."""
         own, running = self._of(micro_batch)
         running.backward_weight(own)
+
+    def _end_after(self, running: StageModule) -> None:
+        """Forget the keys and values of the micro-batch if the backward of its first slice has run."""
+        if running is self._slices[0]:
+            self._earlier.end()
 
     def _of(self, micro_batch: int) -> tuple[int, StageModule]:
         """The whole micro-batch, and what runs its slice ``micro_batch``."""

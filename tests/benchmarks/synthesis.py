@@ -49,7 +49,7 @@ TIMED = (
 )
 DRAWN = ("cap: GPT-1.4B, 75%, 8 x 32", "encoder-decoder: T5-11B, 8 x 32")
 WORK_S = 0.1  # emulated time of one micro-batch on the busiest device
-WORK_WITHOUT_LINKS_S = 0.2  # where simulated messages take no time: real ones take some, which must be small beside it
+WORK_WITHOUT_LINKS_S = 0.2  # the same if simulated messages take no time: real ones take some, which must be small
 TOLERANCE = 3.0  # per cent, between emulated and simulated iterations and gains
 MEAN_GAIN = 8.0  # per cent
 NEAR = 0.01  # difference to the best that counts as none
