@@ -105,7 +105,7 @@ class _SliceBuilder:
     masked: set[str] = field(default_factory=set)
     _whole: dict[fx.Node, fx.Node] = field(default_factory=dict)  # value of the model -> the same value here
     _own: dict[fx.Node, fx.Node] = field(default_factory=dict)  # value of the model -> what this slice has of it
-    _parts: dict[tuple[fx.Node, Split], fx.Node] = field(default_factory=dict)  # whole value -> the slice's places of it
+    _parts: dict[tuple[fx.Node, Split], fx.Node] = field(default_factory=dict)  # whole value -> places of the slice
     _division: dict[fx.Node, Split] = field(default_factory=dict)
     """How the slices divide a value: one that a slice has its own part of, or one of the whole sequence that follows
     from inputs."""
