@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from auto3d.capture.masks import ATTENTION
-from auto3d.capture.nodes import args_of, target_of
+from auto3d.capture.nodes import args_of
 from auto3d.runtime.randomness import Randomness
 from auto3d.sequence.operators import WITH_EARLIER
 from auto3d.sequence.sliced import SlicedModel
@@ -123,12 +123,9 @@ class SliceOfStage:
         """The module that replaces ``node``; None if it runs as it is."""
         if node.target is WITH_EARLIER:
             return JoinedWithEarlier(self.slices, node.name, self.number)
-        operands = node.args[1:3]
-        if node.target is ATTENTION and all(target_of(each) is WITH_EARLIER for each in _nodes(operands)):
-            names = [(each.name, int(args_of(each)[1])) for each in _nodes(operands)]
-            return AttentionToEarlier(self.slices, names, self.number) if names else None
+        if node.target is ATTENTION:
+            keys_and_values = args_of(node)[1:3]
+            if all(each.target is WITH_EARLIER for each in keys_and_values):
+                names = [(each.name, int(args_of(each)[1])) for each in keys_and_values]
+                return AttentionToEarlier(self.slices, names, self.number)
         return None
-
-
-def _nodes(arguments: Sequence[Any]) -> list[fx.Node]:
-    return [each for each in arguments if isinstance(each, fx.Node)]

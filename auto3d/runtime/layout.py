@@ -56,9 +56,8 @@ class RankLayout:
     captured: CapturedModel  # for the samples of this rank's slice of a micro-batch, and its shard of the weights
     plan: Plan  # its stages cut the graph of this capture
     tensor: TensorParallelModel | None  # there if and only if tp is not 1; ``captured`` is then its local program
-    slices: (
-        SlicedModel | None
-    )  # there if the schedule runs slices of the sequence; ``captured`` is that of the last one
+    slices: SlicedModel | None
+    """There if and only if the schedule runs slices of the sequence; ``captured`` is then the last one's program."""
     schedules: tuple[Schedule, ...]  # run one after the other; they differ only in their number of iterations
     device: int  # pipeline device, from 0
     pipeline: int  # number of the pipeline, from 0
@@ -67,9 +66,7 @@ class RankLayout:
     shard: int  # number of the rank in its tensor-parallel group, from 0
     model_stages: tuple[Stage, ...]  # all stages of the model, as ``captured`` has them
     stages: Mapping[PipeStage, Stage]  # stages that this rank runs
-    stages_of_slices: tuple[
-        tuple[Stage, ...], ...
-    ]  # per slice of the sequence, the model's stages; none without slices
+    stages_of_slices: tuple[tuple[Stage, ...], ...]  # per slice of the sequence, all stages of its program
     peers: tuple[tuple[int, ...], ...]
     """For each pipeline device, its ranks with this rank's shard in this rank's pipeline."""
     sample_dimensions: Mapping[str, int]  # dimension of samples of each value that goes to more or fewer replicas

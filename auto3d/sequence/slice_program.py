@@ -23,7 +23,7 @@ from auto3d.plan import PlanError
 from auto3d.sequence.operators import CAUSAL_ROWS, WITH_EARLIER
 from auto3d.tensor.halves import DROPOUT_MASK
 from auto3d.tensor.rules import rule_of
-from auto3d.tensor.rules.call import Axis, Call, Way
+from auto3d.tensor.rules.call import Axis, Call, Rule, Way
 from auto3d.tensor.ways import calls_of
 from auto3d.tensor_placement import WHOLE, PlacementKind, Split, TensorPlacement
 
@@ -42,14 +42,17 @@ class SliceProgram:
     masked: frozenset[str]  # attentions that take a mask here, and in the whole program are causal by their kernel
 
 
-def check_sliceable(captured: CapturedModel) -> None:
-    """Raise PlanError if no slices of ``captured`` can add up to the whole, whatever its operations are."""
+def sliceable_terms(captured: CapturedModel) -> LossTerms:
+    """The terms of the loss; raises PlanError if no slices of ``captured`` can add up to the whole, whatever its
+    operations are."""
     for node in captured.graph.nodes:
         if name := next(iter(captured.graph.written_buffers.intersection(node.state)), None):
             where = node.module or "the model"
             raise refused(f"{node.name} of {where} writes to the buffer {name} once per micro-batch")
-    if other := loss_terms(captured.exported).other:
-        raise refused(f"the loss is no sum of means over places of the sequence: {', '.join(other)} is none")
+    terms = loss_terms(captured.exported)
+    if terms.other:
+        raise refused(f"the loss is no sum of means over places of the sequence: {', '.join(terms.other)} is none")
+    return terms
 
 
 def refused(reason: str) -> PlanError:
@@ -83,22 +86,24 @@ def sequence_inputs(captured: CapturedModel, slices: int) -> dict[str, Split]:
     return {name: Split(1, (length,)) for name in lengths}
 
 
-def slice_program(captured: CapturedModel, sequence: Mapping[str, Split], slices: int, number: int) -> SliceProgram:
-    """The program of slice ``number`` of ``slices``; ``sequence`` divides the inputs.
+def slice_program(
+    captured: CapturedModel, sequence: Mapping[str, Split], terms: LossTerms, slices: int, number: int
+) -> SliceProgram:
+    """The program of slice ``number`` of ``slices``; ``sequence`` divides the inputs, ``terms`` are those of the loss.
 
     Raises PlanError for an operation that combines places of the sequence other than by causal attention, and for
     random numbers other than those of dropout outside of attention.
     """
-    return _SliceBuilder(captured.exported, sequence, slices, number, loss_terms(captured.exported)).build()
+    return _SliceBuilder(captured.exported, sequence, terms, slices, number).build()
 
 
 @dataclass
 class _SliceBuilder:
     exported: ExportedModel
     sequence: Mapping[str, Split]
+    terms: LossTerms
     slices: int
     number: int
-    terms: LossTerms
     graph: fx.Graph = field(default_factory=fx.Graph)
     operation_of: dict[str, str] = field(default_factory=dict)
     joined: dict[str, str] = field(default_factory=dict)
@@ -160,7 +165,7 @@ class _SliceBuilder:
         if not runs_in_slices and not (divided and learned):
             args, kwargs = fx.node.map_arg((call.node.args, call.node.kwargs), self._whole.__getitem__)
             self._put(call, call.node.target, args, kwargs, self._whole)
-            if divided and (way := self._divided(call)) is not None:
+            if divided and (way := self._divided(call, rule_of(call))) is not None:
                 self._note(call, way[1])
         elif call.node.target is ATTENTION:
             self._add_attention(call)
@@ -169,7 +174,8 @@ class _SliceBuilder:
 
     def _add_own(self, call: Call) -> None:
         """Add ``call`` on the slice's parts of its operands."""
-        divided = self._divided(call)
+        rule = rule_of(call)
+        divided = self._divided(call, rule)
         if divided is None:
             raise self._refused(call, "combines places of the sequence")
         needs, gives = divided
@@ -181,7 +187,6 @@ class _SliceBuilder:
         if draws:
             self._add_dropout(call, gives[0])
             return
-        rule = rule_of(call)
         target, args, kwargs = call.node.target, call.node.args, call.node.kwargs
         if rule.localise is not None:
             target, args, kwargs = rule.localise(way, self.slices)
@@ -193,10 +198,9 @@ class _SliceBuilder:
             if isinstance(value, torch.Tensor) and tuple(value.shape) != given.local_shape(shape, self.slices):
                 raise self._refused(call, _INDIVISIBLE)
 
-    def _divided(self, call: Call) -> tuple[list[Split | None], list[Split]] | None:
+    def _divided(self, call: Call, rule: Rule) -> tuple[list[Split | None], list[Split]] | None:
         """How the slices divide each operand (None: not at all) and each result of ``call``; None if they cannot."""
         divisions = [self._division.get(operand) for operand in call.operands]
-        rule = rule_of(call)
         for axis in rule.axes:
             if (way := _along(call, axis, divisions)) is not None:
                 return way

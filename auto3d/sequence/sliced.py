@@ -7,7 +7,7 @@ from auto3d.capture.describe import describe
 from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel, garbage_collection_paused
 from auto3d.plan import StagePlan, stages_at
-from auto3d.sequence.slice_program import check_sliceable, sequence_inputs, slice_program
+from auto3d.sequence.slice_program import sequence_inputs, slice_program, sliceable_terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +40,12 @@ def sliced(captured: CapturedModel, slices: int, *, fused_attention: bool = True
 
     Raises PlanError where the model does not allow it: see ``slice_program``.
     """
-    check_sliceable(captured)
-    sequence = sequence_inputs(captured, slices)
+    terms, sequence = sliceable_terms(captured), sequence_inputs(captured, slices)
     position = {node.name: number for number, node in enumerate(captured.graph.nodes)}
     programs, positions = [], []
     with garbage_collection_paused():
         for number in range(slices):
-            made = slice_program(captured, sequence, slices, number)
+            made = slice_program(captured, sequence, terms, slices, number)
             graph = describe(made.exported, fused_attention=fused_attention)
             graph = _counted_in_full(_kept_by_slices(graph, made.joined), made.masked)
             programs.append(CapturedModel(graph=graph, exported=made.exported))
