@@ -13,7 +13,7 @@ import numpy as np
 
 from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.closed_forms import amp_s
-from auto3d.cost.collectives import TRAFFIC, GroupLink, Traffic
+from auto3d.cost.collectives import TRAFFIC, Group, GroupLink, Traffic
 from auto3d.cost.estimate import METHODS, Estimate, SecondsOf, busiest
 from auto3d.cost.memory.device import DeviceMemory, HeldTensor
 from auto3d.cost.memory.plan import PlanMemory
@@ -60,6 +60,16 @@ class PassTimes:
     recompute: float
     exposed: tuple[float, ...]
     """Seconds in which collectives are exposed in the forward, the backward and the recomputation; empty: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeBytes:
+    """Bytes of a whole model and one of its micro-batches on one device."""
+
+    weights: float  # weights and gradients
+    optimizer: float
+    activations: float  # activations that autograd keeps of a micro-batch
+    message: float  # largest message between two stages
 
 
 class CostModel:
@@ -201,9 +211,14 @@ class CostModel:
 
     def slowest_pipeline_s(self, plan: Plan, seconds_of: SecondsOf) -> float:
         """Seconds of an iteration by ``seconds_of``, for the pipeline that takes longest."""
-        shape, traffic = shape_of(plan), self._traffic_of(plan)
-        pipelines = (seconds_of(shape, self.costs(plan, pipeline)) for pipeline in traffic.distinct_pipelines)
-        return traffic.iteration_s + max(pipelines)
+        shape, (iteration_s, pipelines) = shape_of(plan), self.pipelines(plan)
+        return iteration_s + max(seconds_of(shape, costs) for costs in pipelines)
+
+    def pipelines(self, plan: Plan) -> tuple[float, tuple[Costs, ...]]:
+        """The fixed seconds of an iteration, and the costs of each kind of pipeline: all that its time depends on
+        beside the operations."""
+        traffic = self._traffic_of(plan)
+        return traffic.iteration_s, tuple(self.costs(plan, pipeline) for pipeline in traffic.distinct_pipelines)
 
     def costs(self, plan: Plan, pipeline: int = 0, *, collectives: bool = True) -> Costs:
         """The costs of one of the plan's dp pipelines, as the simulator takes them.
@@ -340,6 +355,43 @@ class CostModel:
         if self._times_of_work is None:
             return times_of(work, accelerator)
         return self._times_of_work(work, cuts, samples, accelerator)
+
+    def whole_pass_s(
+        self, samples: int, share: Share, accelerator: Accelerator, link: GroupLink | None, *, halved: bool
+    ) -> tuple[float, float, float]:
+        """Seconds of the forward, the backward and the recomputation of a micro-batch of ``samples`` on one device that
+        holds the whole model.
+
+        No stages of the model take less together. The arguments are as in ``_pass_times``.
+        """
+        each, divisor = self._work.slice_of(samples, 2 if halved else 1)
+        every = ((0, len(self._work.work_at(each, share))),)
+        forward, backward, _ = self._stage_times.seconds(each, accelerator, share, link, every, halved)
+        dropped = without(every, self._work.kept(each, StagePlan(operations=every)))
+        again = self._stage_times.seconds(each, accelerator, share, link, dropped, halved)[0] if dropped else 0.0
+        bandwidth = accelerator.memory_bandwidth * accelerator.memory_efficiency
+        elements = self._work.tables(samples, share).parameters(every)
+        accumulated = elements * self.training.times.accumulated_bytes / bandwidth
+        return forward / divisor + accelerator.micro_batch_s, backward / divisor + accumulated, again / divisor
+
+    def whole_bytes(self, samples: int, share: Share) -> WholeBytes:
+        """What one device would hold if it had the whole model, for a micro-batch of ``samples``."""
+        training, work = self.training, self._work.work_at(samples, share)
+        elements = self._work.tables(samples, share).parameters(((0, len(work)),))
+        moments = training.moments * elements
+        if training.state_elements is not None:
+            moments = sum(map(training.state_elements, work.tensors.shapes))
+        return WholeBytes(
+            weights=elements * (training.weight_bytes + training.sync_bytes),
+            optimizer=4 * moments + training.master_bytes * elements,
+            activations=float(work.saved.sum()),
+            message=float(work.crossing.max()),
+        )
+
+    def group_links(self, groups: Sequence[Group]) -> tuple[GroupLink, ...]:
+        """The different links of ``groups``, which communicate at the same time."""
+        traffic = TRAFFIC.get(self.method, Traffic)(self.cluster, groups)
+        return tuple(dict.fromkeys(map(traffic.group_link, groups)))
 
     def _sharing(self, plan: Plan) -> tuple[SharedMachine, ...]:
         """How the plan's processes slow each other down, for each node where they do."""

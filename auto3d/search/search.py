@@ -1,28 +1,34 @@
 """The Search that every algorithm works on: estimates of candidates within a budget, and their ranking."""
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from math import inf
 from time import process_time
 
+from auto3d.cost.memory.device import in_gib
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
-from auto3d.plan import Plan
+from auto3d.plan import Plan, PlanError
+from auto3d.schedule.shape import shape_of
 from auto3d.search.bound import least_of_any_order_s, least_s
 from auto3d.search.make import PlanMaker
-from auto3d.search.space import Candidate, Domain, Refusals
+from auto3d.search.promise import Promises
+from auto3d.search.space import Candidate, Domain, Refusals, degrees_of
 from auto3d.search.synthesized import is_sought
+
+_INTERRUPTED = "interruption"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The budget of one search. ``seconds`` caps its processor time; without a cap, equal seeds give equal results."""
+    """The budget of one search. Without ``seconds``, equal budgets give equal results on every machine."""
 
-    candidates: int  # number of candidates to look at
-    seconds: float = inf
-    best: int = 10  # number of best plans to return; an exhaustive search must not lose any of them
+    candidates: int  # number of candidates whose Plans are made
+    simulations: float = inf  # number of Plans that are simulated
+    seconds: float = inf  # cap of the processor time
+    best: int = 20  # number of best plans to return; a search that its budget does not end loses none of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +38,16 @@ class Ranked:
     candidate: Candidate
     plan: Plan
     seconds: float
+    same: tuple[Candidate, ...] = ()
+    """Other candidates with the same stages and operations, whose costs are the same on their links."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left:
+    """The candidates that a search did not look at, and a lower bound of their seconds."""
+
+    candidates: int = 0
+    least_s: float = inf
 
 
 class Search:
@@ -53,10 +69,12 @@ class Search:
         tell: Callable[[int, float, bool], None] | None = None,
     ) -> None:
         self.domain, self.maker, self.budget = domain, maker, budget
+        self.promises = Promises(maker)
         model: CostModel = maker.model
-        self._seconds_of = seconds_of or lru_cache(None)(model.seconds)
+        self._simulates = seconds_of is None and model.method == "simulated"
+        self._seconds_of = seconds_of or model.seconds
         self._bound_of = bound_of or self._seconds_of
-        if bound_of is None and seconds_of is None and model.method == "simulated":
+        if bound_of is None and self._simulates:
             self._bound_of = lambda plan: model.slowest_pipeline_s(plan, least_s)
         self._any_order_bound_of = bound_of or (lambda plan: model.slowest_pipeline_s(plan, least_of_any_order_s))
         self._seeds: dict[Candidate, list[Plan]] = {}  # candidates whose order is sought only when they are estimated
@@ -65,15 +83,31 @@ class Search:
         self._plans: dict[Candidate, Plan] = {}
         self._bounds: dict[Candidate, float] = {}
         self._seconds: dict[Candidate, float] = {}
-        self._estimated: set[Plan] = set()
+        self._first: dict[tuple, Candidate] = {}  # what tells plans apart -> the first candidate with it
+        self._same: dict[Candidate, list[Candidate]] = {}  # first candidate -> all that are the same plan
         self._best: list[float] = []  # seconds of the ``budget.best`` fastest plans, fastest first
         self._refusals = Refusals()
+        self._seen: Counter[tuple] = Counter()  # degrees -> number of candidates that were looked at
+        self.lacking_memory: list[Candidate] = []
         self.looked_at = 0
+        self.simulated = 0  # number of different plans that were estimated
+        self.left = Left()
+        self.ended_by = ""  # what ended the search early: a field of Budget, or _INTERRUPTED
 
     @property
     def spent(self) -> bool:
-        """Whether the budget is used up."""
-        return self.looked_at >= self.budget.candidates or self.elapsed_s > self.budget.seconds
+        """Whether the budget is used up; ``ended_by`` then says which part of it. The first look is always free."""
+        if self.looked_at >= self.budget.candidates:
+            self.ended_by = "candidates"
+        elif self.simulated >= self.budget.simulations:
+            self.ended_by = "simulations"
+        elif self.looked_at and self.elapsed_s > self.budget.seconds:
+            self.ended_by = "seconds"
+        return bool(self.ended_by)
+
+    @property
+    def interrupted(self) -> bool:
+        return self.ended_by == _INTERRUPTED
 
     @property
     def elapsed_s(self) -> float:
@@ -81,19 +115,28 @@ class Search:
         return process_time() - self._began
 
     @property
-    def simulated(self) -> int:
-        """Number of candidates that were estimated."""
-        return len(self._seconds)
-
-    @property
     def fastest_s(self) -> float:
         return self._best[0] if self._best else inf
 
+    def interrupt(self) -> None:
+        """Note that the algorithm was interrupted."""
+        self.ended_by = _INTERRUPTED
+
+    def unseen_of(self, degrees: Candidate) -> int:
+        """The number of candidates with these degrees that have not been looked at."""
+        return self.domain.variants_of(degrees) - self._seen[degrees_of(degrees)]
+
+    def has_seen(self, candidate: Candidate) -> bool:
+        """Whether ``candidate`` has been looked at."""
+        return candidate in self._bounds
+
     def bound(self, candidate: Candidate) -> float:
-        """A lower bound of the estimate of ``candidate``; infinity if it has no Plan. Counts as one look at it."""
-        self.looked_at += 1
+        """A lower bound of the estimate of ``candidate``, or infinity if it has no Plan. The first call is a look."""
         if candidate not in self._bounds:
+            self.looked_at += 1
+            self._seen[degrees_of(candidate)] += 1
             try:
+                self._check_state_fits(candidate)
                 if is_sought(candidate):
                     self._seeds[candidate] = self.maker.seeds(candidate)
                     self._bounds[candidate] = min(map(self._any_order_bound_of, self._seeds[candidate]))
@@ -101,7 +144,26 @@ class Search:
                     self.add(candidate, self.maker.plan(candidate))
             except InputError as error:  # for example layers that were not measured at this tensor-parallel degree
                 self._refuse(candidate, error)
+            self._tell(self.looked_at, self.fastest_s, False)
         return self._bounds[candidate]
+
+    def _check_state_fits(self, candidate: Candidate) -> None:
+        """Raise PlanError if no stages of the model leave a device enough memory for its state alone."""
+        memory = [node.accelerator.memory_bytes for node in self.maker.model.cluster.nodes]
+        most, least = max(inf if size is None else size for size in memory), self.promises.least_bytes(candidate)
+        if least > most:
+            problem = (
+                f"weights, gradients and optimizer need {in_gib(least)} GiB or more on a device; it has {in_gib(most)}"
+            )
+            raise PlanError(problem, kind="memory")
+
+    def leave_unseen(self) -> None:
+        """Note what was not looked at, and a lower bound of it, for an algorithm that draws its candidates."""
+        left = [one for one in self.domain.degrees if self.unseen_of(one)]
+        self.left = Left(
+            candidates=len(self.domain) - len(self._bounds),
+            least_s=min((self.promises.least_of_degrees_s(self.domain, one) for one in left), default=inf),
+        )
 
     def plan(self, candidate: Candidate) -> Plan:
         """The Plan of ``candidate``, whose ``bound`` must have been finite; a synthesized one once it is estimated."""
@@ -114,34 +176,51 @@ class Search:
 
     def seconds(self, candidate: Candidate) -> float:
         """The estimate of ``candidate``, whose ``bound`` must have been finite; infinity if no order of it fits."""
-        if candidate not in self._seconds and candidate not in self._plans:
+        if candidate in self._seconds:
+            return self._seconds[candidate]
+        if candidate not in self._plans:
             self._tell(self.looked_at, self.fastest_s, True)
             try:
                 self._plans[candidate] = self.maker.with_best_order(candidate, self._seeds[candidate])
             except InputError as error:
                 self._refuse(candidate, error)
                 return inf
-        if candidate not in self._seconds:
-            plan = self._plans[candidate]
+        plan = self._plans[candidate]
+        first = self._first.setdefault(self._difference(plan), candidate)
+        self._same.setdefault(first, []).append(candidate)
+        if first is candidate:
+            self.simulated += 1
             self._seconds[candidate] = self._seconds_of(plan)
-            if plan not in self._estimated:
-                self._estimated.add(plan)
-                insort(self._best, self._seconds[candidate])
-                del self._best[self.budget.best :]
-            self._tell(self.looked_at, self.fastest_s, False)
+            insort(self._best, self._seconds[candidate])
+            del self._best[self.budget.best :]
+        else:
+            self._seconds[candidate] = self._seconds[first]
+        self._tell(self.looked_at, self.fastest_s, False)
         return self._seconds[candidate]
 
+    def _difference(self, plan: Plan) -> tuple:
+        """What tells ``plan`` from others: plans that are equal in it run the same operations at the same costs."""
+        if not self._simulates:
+            return (plan,)
+        listed, skipped = shape_of(plan).first_periods()  # later periods repeat these
+        operations = tuple(listed.operations), listed.recompute, listed.parts, listed.iterations, skipped
+        degrees = plan.dp, plan.tp, plan.pp, plan.micro_batch_size
+        choices = plan.stages, plan.sequence_parallel, plan.tensor_overlap, plan.shard_optimizer, plan.engine
+        return *degrees, *choices, operations, self.maker.model.pipelines(plan)
+
     def ranked(self) -> list[Ranked]:
-        """All estimated candidates, fastest first; of several candidates with the same Plan, the first."""
-        found: dict[Plan, Ranked] = {}
-        for candidate, seconds in self._seconds.items():
-            plan = self._plans[candidate]
-            found.setdefault(plan, Ranked(candidate=candidate, plan=plan, seconds=seconds))
-        return sorted(found.values(), key=lambda one: one.seconds)
+        """The estimated plans, fastest first; of several candidates that are the same plan, the first."""
+        found = [
+            Ranked(candidate=first, plan=self._plans[first], seconds=self._seconds[first], same=tuple(every[1:]))
+            for first, every in self._same.items()
+        ]
+        return sorted(found, key=lambda one: one.seconds)
 
     def _refuse(self, candidate: Candidate, error: InputError) -> None:
         self._refusals.add(candidate, str(error), error.kind)
         self._bounds[candidate] = inf
+        if error.kind == "memory":
+            self.lacking_memory.append(candidate)
 
     def limit(self) -> float:
         """The estimate that a plan must beat to be among the ``budget.best`` fastest."""

@@ -115,6 +115,11 @@ CHOICES = (  # the other axes
 )
 
 
+def degrees_of(candidate: Candidate) -> tuple:
+    """The values of DEGREES."""
+    return tuple(getattr(candidate, name) for name in DEGREES)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
     """A reason for which ``count`` candidates were refused, as it stands for the candidate ``example``."""
@@ -167,8 +172,9 @@ def without_numbers(reason: str) -> str:
 class Domain:
     """The candidates of ``space`` on ``cluster``.
 
-    ``degrees`` has all degrees that fit together, ``choices`` the values of each other axis, and ``refused`` the
-    degrees that do not fit together.
+    Degrees that need another number of devices than the cluster has are not part of the space. Of the others,
+    ``degrees`` has those that fit together, and ``refused`` those that do not. ``choices`` has the values of each other
+    axis.
     """
 
     def __init__(self, space: SearchSpace, cluster: Cluster, workload: Workload) -> None:
@@ -208,10 +214,14 @@ class Domain:
 
     @cached_property
     def refused(self) -> Refusals:
-        found = Refusals()
+        """The reasons why degrees do not fit together; the numbers of devices only if no degrees have the right one."""
+        found, variants = Refusals(), prod(map(len, self.choices.values()))
         for candidate in self._all_degrees():
             if reason := self._misfit(candidate):
-                found.add(candidate, reason, times=prod(map(len, self.choices.values())))
+                found.add(candidate, reason, times=variants)
+        if not found.total and not self.degrees:
+            for candidate in self._any_degrees():
+                found.add(candidate, self._wrong_devices(candidate), times=variants)
         return found
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -223,7 +233,11 @@ class Domain:
 
     @cached_property
     def _size(self) -> int:
-        return sum(prod(map(len, self.choices_of(candidate).values())) for candidate in self.degrees)
+        return sum(map(self.variants_of, self.degrees))
+
+    def variants_of(self, candidate: Candidate) -> int:
+        """The number of candidates with the degrees of ``candidate``."""
+        return prod(map(len, self.choices_of(candidate).values()))
 
     def choices_of(self, candidate: Candidate) -> dict[str, list]:
         """The choices for the degrees of ``candidate``; an axis that makes no difference to them has one choice."""
@@ -252,14 +266,26 @@ class Domain:
                 yield replace(candidate, **dict(zip(self.choices, values, strict=True))), reason
 
     def _all_degrees(self) -> Iterator[Candidate]:
+        """All degrees with the right number of devices."""
+        return (candidate for candidate in self._any_degrees() if not self._wrong_devices(candidate))
+
+    def _any_degrees(self) -> Iterator[Candidate]:
         first = {name: values[0] for name, values in self.choices.items()}
         for values in product(*(self._values[name] for name in DEGREES)):
             yield Candidate(**dict(zip(DEGREES, values, strict=True)), **first)
 
-    def _misfit(self, candidate: Candidate) -> str:
+    def _wrong_devices(self, candidate: Candidate) -> str:
+        """The reason why the degrees of ``candidate`` do not fit the cluster's number of devices; empty if they do."""
+        try:
+            check_devices(candidate, self.cluster)
+        except InputError as error:
+            return str(error)
         needed, there = candidate.dp * candidate.tp * candidate.pp, self.cluster.devices
         if needed < there and candidate.replicas == EQUAL and not self._allow_idle:
             return f"uses {needed} of {there} devices, and allow_idle_devices is false"
+        return ""
+
+    def _misfit(self, candidate: Candidate) -> str:
         try:
             check_fits(candidate, self.cluster, self.workload)
         except InputError as error:
@@ -272,6 +298,13 @@ class Domain:
 
 def check_fits(candidate: Candidate, cluster: Cluster, workload: Workload) -> None:
     """Raise PlanError if the degrees of ``candidate`` do not fit the cluster and the global batch."""
+    check_devices(candidate, cluster)
+    degrees = {name: getattr(candidate, name) for name in ("dp", "tp", "pp", "micro_batch_size")}
+    check_degrees(**degrees, global_batch=workload.global_batch)
+
+
+def check_devices(candidate: Candidate, cluster: Cluster) -> None:
+    """Raise PlanError if the cluster has too few devices for ``candidate``, or cannot be shared by uneven replicas."""
     needed = candidate.dp * candidate.tp * candidate.pp
     if candidate.replicas == UNEVEN:
         pipelines, devices = candidate.dp * candidate.tp, cluster.devices
@@ -282,5 +315,3 @@ def check_fits(candidate: Candidate, cluster: Cluster, workload: Workload) -> No
             )
     if needed > cluster.devices:
         raise PlanError(f"needs {needed} devices; the cluster has {cluster.devices}")
-    degrees = {name: getattr(candidate, name) for name in ("dp", "tp", "pp", "micro_batch_size")}
-    check_degrees(**degrees, global_batch=workload.global_batch)

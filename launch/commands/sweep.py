@@ -50,7 +50,7 @@ def sweep_on(loaded: LoadedRecipe, retry: Retry, *, follow: bool = True) -> int:
         sweep.left_out,
         predicted_s=sweep.predictions.seconds,
         predicted_on=sweep.predictions.based_on,
-        methods=sweep.methods,
+        candidates=sweep.candidates,
     )
     files = tables.write(results)
     print(f"{tables.terminal(results)}\n\nwritten: {', '.join(map(str, files))}")

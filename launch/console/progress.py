@@ -79,8 +79,8 @@ class _SweepProgress:
     def begin(self, total: int, kept: Sequence[tuple[Trial, Measurement]], left_out: int) -> None:
         self._progress.update(self._task, total=total)
         if left_out:
-            plans = counted(left_out, "plan is left out", "plans are left out")
-            self._print(f"{plans}, the slowest by prediction: there are more than search.max_trials")
+            candidates = counted(left_out, "candidate is left out", "candidates are left out")
+            self._print(f"{candidates}, the slowest by prediction: there are more than search.max_trials")
         for trial, measurement in kept:
             if measurement.status not in FINAL:
                 self._print_end(f"{trial.name} (not run again)", measurement)

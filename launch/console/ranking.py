@@ -10,11 +10,10 @@ from auto3d.search.search import Ranked, Search
 from auto3d.search.space import Candidate, Refusals
 from launch.console.output import print_json
 from launch.model.ranking import EXPLAINED, describe_certificate, fastest_order, predicted_on, search_record
-from launch.model.search import algorithm
+from launch.model.search import SHOWN, described
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.words import counted
 
-SHOWN = 20
 HEADINGS = (
     "predicted\n(s)",
     "dp",
@@ -46,6 +45,8 @@ def print_plans(recipe: LoadedRecipe, search: Search, *, as_json: bool, show_all
     print(tabulate(map(cells, shown), HEADINGS, disable_numparse=True))
     if len(shown) < len(ranked):
         print(f"… and {len(ranked) - len(shown)} more (--all)")
+    if same := [(place, one) for place, one in enumerate(ranked, 1) if one.same]:
+        print(_same(same) if show_all else f"{counted(len(same), 'plan')} under several candidates (--all names them)")
     print(f"\nwhy the best is best, in seconds:\n{_explanation(search, ranked)}")
     print(f"\n{_memory(search, ranked[0])}")
     if (order := fastest_order(ranked)) is not None:
@@ -64,13 +65,14 @@ def cells(one: Ranked) -> tuple[Any, ...]:
 
 
 def _summary(recipe: LoadedRecipe, search: Search) -> str:
-    rate = search.looked_at / max(search.elapsed_s, 1e-9)
-    candidates = counted(len(search.domain) + search.domain.refused.total, "candidate")
-    return (
-        f"{algorithm(recipe, search.domain)} search of {candidates}: "
-        f"{search.looked_at} looked at, {search.simulated} simulated, in {search.elapsed_s:.1f} s "
-        f"({rate:,.0f} candidates/s); {predicted_on(recipe, search)}"
-    )
+    return f"{described(recipe, search)}; {predicted_on(recipe, search)}"
+
+
+def _same(plans: Sequence[tuple[int, Ranked]]) -> str:
+    """The candidates that are the same plan as one that is listed, with its place."""
+    lines = ["the same operations on links that are as fast:"]
+    lines += [f"  plan {place}: {'; '.join(map(str, one.same))}" for place, one in plans]
+    return "\n".join(lines)
 
 
 def _reasons(refused: Refusals) -> str:

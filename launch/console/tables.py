@@ -11,6 +11,7 @@ from tabulate import tabulate
 
 from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.measurement import Measurement, Status
+from auto3d.search.space import Candidate
 from launch.console.records import aligned, cells, columns_of, compare, csv_text, record, same_choices, what_rates_are
 from launch.recipe.load import LoadedRecipe, load
 from launch.recipe.settings import emulation
@@ -30,10 +31,10 @@ class Results:
     recipe: LoadedRecipe  # with the overrides of the sweep
     measurements: list[Measurement]  # one per ended trial, fastest first
     trials: int  # number of all trials of the sweep
-    left_out: int  # number of plans beyond search.max_trials
+    left_out: int  # number of candidates beyond search.max_trials
     predicted_s: Mapping[Plan, float] = field(default_factory=dict)  # seconds per iteration of plans that have any
     predicted_on: str = ""  # the basis of these predictions
-    methods: Mapping[Plan, Mapping[str, str]] = field(default_factory=dict)  # partition and placement of each plan
+    candidates: Mapping[Plan, Candidate] = field(default_factory=dict)
     baseline: str = ""  # pairs key=value that name the row to which the others are compared
 
 
@@ -59,7 +60,7 @@ def results_of(recipe: LoadedRecipe, baseline: str = "") -> Results:
         sweep.left_out,
         predicted_s={ended[name]: seconds for name, seconds in sweep.predicted_s.items() if name in ended},
         predicted_on=sweep.predicted_on,
-        methods={ended[name]: methods for name, methods in sweep.methods.items() if name in ended},
+        candidates={ended[name]: candidate for name, candidate in sweep.candidates.items() if name in ended},
         baseline=baseline,
     )
 
@@ -76,7 +77,7 @@ def results(
 def rows(results: Results) -> list[dict[str, Any]]:
     """One record per finished trial; raises InputError if the baseline is not one row whose trial succeeded."""
     found = [
-        record(results.recipe, one, results.predicted_s.get(one.plan), results.methods.get(one.plan, {}))
+        record(results.recipe, one, results.predicted_s.get(one.plan), results.candidates.get(one.plan))
         for one in results.measurements
     ]
     if results.baseline:
@@ -174,8 +175,8 @@ def provenance(results: Results) -> str:
         missing = results.trials - ended
         text += f"; {missing} of {counted(results.trials, 'trial')} {'has' if missing == 1 else 'have'} not run"
     if results.left_out:
-        plans = counted(results.left_out, "more plan is left out", "more plans are left out")
-        text += f"; {plans} by search.max_trials = {values.search.max_trials}"
+        more = counted(results.left_out, "more candidate is left out", "more candidates are left out")
+        text += f"; {more} by search.max_trials = {values.search.max_trials}"
     return f"{text}."
 
 

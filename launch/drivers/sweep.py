@@ -3,21 +3,22 @@
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import cache, partial
+from functools import cache
 
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.schedule import samples_at_once
-from auto3d.search.space import Domain
+from auto3d.search.space import Candidate, Domain
 from launch.executors.submit import ask, starts_of, submissions
 from launch.executors.trial_executor import TrialExecutor, executor_of
-from launch.model import candidates
+from launch.model.candidates import task
 from launch.model.capture_process import CaptureProcess
 from launch.model.check_capture import check_plans
 from launch.model.graphs import PlanningModel
 from launch.model.predictions import PlanPredictions, predict_plans
+from launch.model.sweep_plans import plans_of_sweep
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import cluster, device, search_space
 from launch.run.scaled_down import devices_of, what_helps
@@ -40,11 +41,10 @@ class Sweep:
     """The trials of a sweep."""
 
     trials: list[Trial]
-    left_out: int  # number of plans beyond search.max_trials
+    left_out: int  # number of candidates beyond search.max_trials
     predictions: PlanPredictions
-    infeasible: dict[Trial, str] = field(default_factory=dict)  # plans that a peer cannot train, with the reasons
-    methods: dict[Plan, dict[str, str]] = field(default_factory=dict)
-    """Plan -> the candidate's partition and placement, by key; the Plan itself has their stages and ranks."""
+    infeasible: dict[Trial, str]  # plans that a peer cannot train, with the reasons
+    candidates: dict[Plan, Candidate]  # candidates of all these plans
 
     def ended(self) -> dict[Trial, Measurement]:
         """The measurements of the trials that have ended."""
@@ -62,9 +62,8 @@ def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) ->
     with CaptureProcess() as process:
         model = PlanningModel(recipe, process=process)
         graph_at = cache(model.graph)
-        found = candidates.find(recipe, graph_at, partial(_chosen_before, recipe), model)
-        left_out = sum(candidate.reason == candidates.left_out(recipe) for candidate in found)
-        plans = candidates.runnable(recipe, found)
+        found = plans_of_sweep(recipe, graph_at, model, before=_chosen_before(recipe), process=process)
+        plans = list(found.candidates)
         check_ranks(recipe, max(plan.ranks for plan in plans))
         if tell is not None:
             check_plans(recipe, plans, process, tell)
@@ -73,26 +72,20 @@ def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) ->
         from launch.model.initial_weights import initial_weights  # torch is slow to import, and large
 
         initial_weights(recipe, graph_at(samples_at_once(plans[0])))
-    refused = candidates.refused_by_peers(found)
-    infeasible = dict(zip(trials_of(recipe, list(refused)), refused.values(), strict=True))
-    methods = {
-        plan: {"partition": one.candidate.partition, "placement": one.candidate.placement}
-        for one in found
-        if (plan := one.plan or one.refused) is not None
-    }
-    return Sweep(trials_of(recipe, plans), left_out, predictions, infeasible, methods)
+    infeasible = {trial: found.infeasible[trial.plan].reason for trial in trials_of(recipe, list(found.infeasible))}
+    candidates = found.candidates | {plan: one.candidate for plan, one in found.infeasible.items()}
+    return Sweep(trials_of(recipe, plans), found.left_out, predictions, infeasible, candidates)
 
 
-def _chosen_before(recipe: LoadedRecipe, plans: Sequence[Plan]) -> set[Plan]:
-    """Those of ``plans`` that the last sweep of the same settings chose.
+def _chosen_before(recipe: LoadedRecipe) -> list[Candidate]:
+    """The candidates of the last sweep of the same settings.
 
     A sweep continues with the same plans, even if measurements since then have changed the predictions.
     """
     sweep = last_sweep(recipe)
     if sweep is None or sweep.settings != settings_digest(recipe):
-        return set()
-    names = set(sweep.trials)
-    return {trial.plan for trial in trials_of(recipe, plans) if trial.name in names}
+        return []
+    return [sweep.candidates[name] for name in sweep.trials if name in sweep.candidates]
 
 
 class Retry(Enum):
@@ -126,7 +119,7 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
             left_out=sweep.left_out,
             predicted_s=sweep.predictions.seconds,
             predicted_on=sweep.predictions.based_on,
-            methods=sweep.methods,
+            candidates=sweep.candidates,
         )
         for trial, reason in sweep.infeasible.items():
             trial.prepare(recipe)
@@ -192,7 +185,7 @@ def check_fewest_ranks(recipe: LoadedRecipe, verb: str = "sweep") -> None:
     """As ``check_ranks``, for the search space's smallest plan: its ranks are known before the model is captured."""
     if device(recipe.values) != "cuda":
         return
-    degrees = Domain(search_space(recipe.values), cluster(recipe), candidates.task(recipe)).degrees
+    degrees = Domain(search_space(recipe.values), cluster(recipe), task(recipe)).degrees
     if degrees:
         check_ranks(recipe, min(one.dp * one.tp * one.pp for one in degrees), verb)
 

@@ -1,6 +1,6 @@
-"""A recipe's search space: the plans that a sweep runs, and the reasons why others do not run."""
+"""Candidate of a recipe -> Plan that auto3d can run there, or the reason why it cannot."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -15,77 +15,16 @@ from auto3d.plan import AUTO3D, Plan, PlanError
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of, write_schedule
 from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.schedule.order_text import ORDER
-from auto3d.search.algorithms.exhaustive import estimate_best
-from auto3d.search.listing import ListedCandidate, list_candidates
 from auto3d.search.make import PlanMaker
-from auto3d.search.search import Budget, Ranked, Search
-from auto3d.search.space import Candidate, Domain, Refusals, Workload, without_numbers
+from auto3d.search.search import Ranked
+from auto3d.search.space import Candidate, Domain, Workload
 from launch.model.costs import captured_subject, cost_model, runtime_memory
 from launch.model.graphs import PlanningModel
 from launch.peers.limits import check_engine
-from launch.recipe.error import RecipeError
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema_key import AUTO
 from launch.recipe.search_schema import PlanRecipe
-from launch.recipe.settings import cluster, emulation, search_space, training_settings
-
-
-def find(
-    recipe: LoadedRecipe,
-    graph_at: Callable[[int], Graph],
-    chosen: Callable[[Sequence[Plan]], Collection[Plan]],
-    model: PlanningModel | None = None,
-) -> list[ListedCandidate]:
-    """Every combination of the recipe's search space, with its plan or the reason why it does not run.
-
-    If there are more plans than search.max_trials, those run that were ``chosen`` before, then the fastest by
-    prediction. ``model`` gives what follows from the Graphs (default: made in this process).
-    """
-    values = recipe.values
-    if AUTO in values.search.recompute:
-        check_memory_known(recipe, "search.recompute")
-    domain = Domain(search_space(values), cluster(recipe), task(recipe))
-    check_rules(recipe, domain, model or PlanningModel(recipe))
-    maker = runnable_maker(recipe, graph_at, model)
-    found = list(list_candidates(domain, maker))
-    runnable = [place for place, one in enumerate(found) if one.plan is not None]
-    if len(runnable) <= values.search.max_trials:
-        return found
-    before = chosen([plan for one in found if (plan := one.plan) is not None])
-    run = {place for place in runnable if found[place].plan in before}
-    others = [place for place in runnable if place not in run]
-    run.update(_fastest(domain, maker, found, others, values.search.max_trials - len(run)))
-    for place in runnable:
-        if place not in run:
-            found[place] = replace(found[place], plan=None, reason=left_out(recipe))
-    return found
-
-
-def _fastest(
-    domain: Domain, maker: PlanMaker, found: Sequence[ListedCandidate], places: Sequence[int], count: int
-) -> list[int]:
-    """The ``count`` places in ``found`` whose plans are the fastest by prediction; among equals, the first.
-
-    Only plans that may be among them, by a lower bound of their time, are simulated.
-    """
-    if count <= 0:
-        return []
-    search = Search(domain, maker, Budget(candidates=len(found), best=count))
-    bounds = []
-    for place in places:
-        one = found[place]
-        assert one.plan is not None
-        search.add(one.candidate, one.plan)
-        bounds.append((search.bound(one.candidate), place, one.candidate))
-    estimate_best(search, bounds)
-    predicted = {one.candidate: one.seconds for one in search.ranked()}
-    estimated = [place for place in places if found[place].candidate in predicted]
-    return sorted(estimated, key=lambda place: (predicted[found[place].candidate], place))[:count]
-
-
-def left_out(recipe: LoadedRecipe) -> str:
-    """The reason of candidates that could run, but are too many."""
-    return f"left out: search.max_trials is {recipe.values.search.max_trials}"
+from launch.recipe.settings import cluster, emulation, training_settings
 
 
 def of_plan(
@@ -126,15 +65,17 @@ def candidate_of(wanted: PlanRecipe) -> Candidate:
     )
 
 
-def exact_plans(recipe: LoadedRecipe) -> Callable[[Ranked], Plan]:
+def exact_plans(recipe: LoadedRecipe, maker: PlanMaker | None = None) -> Callable[[Ranked], Plan]:
     """A function that makes a plan of a search ready to run.
 
     The plan then has the Graph at its own micro-batch size, and its memory is checked as the runtime counts it. The
-    function raises InputError for a plan that cannot run; a plan of measured layers is returned unchanged.
+    function raises InputError for a plan that cannot run; a plan of measured layers is returned unchanged. ``maker`` is
+    a ``runnable_maker`` (default: one is made when it is needed).
     """
-    model = PlanningModel(recipe)
-    graph_at = cache(model.graph)
-    maker = cache(lambda: runnable_maker(recipe, graph_at, model))
+
+    @cache
+    def runnable() -> PlanMaker:
+        return maker or runnable_maker(recipe, cache(PlanningModel(recipe).graph))
 
     def exact(ranked: Ranked) -> Plan:
         plan, candidate = ranked.plan, ranked.candidate
@@ -142,10 +83,11 @@ def exact_plans(recipe: LoadedRecipe) -> Callable[[Ranked], Plan]:
             return plan
         explicit = SCHEDULES[plan.schedule].explicit
         if not plan.graph and candidate.partition in STAGE_METHODS and not explicit:
-            return maker().plan(candidate)
+            return runnable().plan(candidate)
         if not plan.graph:  # no PlanMaker cuts stages as RaNNC does, or finds an order again
-            plan = replace(plan, graph=graph_at(samples_at_once(plan)).fingerprint)
-        maker().check(plan)
+            fingerprint = runnable().planned.fingerprint(samples_at_once(plan))
+            plan = replace(plan, graph=fingerprint)
+        runnable().check(plan)
         return plan
 
     return exact
@@ -244,42 +186,3 @@ def check_memory_known(recipe: LoadedRecipe, key: str) -> None:
     if cluster(recipe).memory_bytes is None:
         problem = "found auto, which needs cluster.memory_gib: the GiB that a process may fill"
         raise recipe.error(key, f"{problem}, or an accelerator that has memory_gib")
-
-
-def runnable(recipe: LoadedRecipe, found: Sequence[ListedCandidate]) -> list[Plan]:
-    """The plans of the candidates that can run; raises RecipeError with the commonest reason if none can."""
-    plans = [candidate.plan for candidate in found if candidate.plan is not None]
-    if not plans:
-        raise none_runs(recipe, refusals_of(found))
-    return plans
-
-
-def refusals_of(found: Sequence[ListedCandidate]) -> Refusals:
-    """The reasons of the candidates that have no plan."""
-    refused = Refusals()
-    for one in found:
-        if one.plan is None:
-            refused.add(one.candidate, one.reason, one.kind)
-    return refused
-
-
-def refused_by_peers(found: Sequence[ListedCandidate]) -> dict[Plan, str]:
-    """The plans that peers cannot train, with the reasons: for each peer, whatever its options, one of each reason."""
-    first: dict[tuple[str, str], Plan] = {}
-    reasons: dict[Plan, str] = {}
-    for one in found:
-        if one.refused is not None:
-            engine = one.refused.engine.partition(":")[0]
-            reason = without_numbers(one.reason.removeprefix(one.refused.engine))
-            plan = first.setdefault((engine, reason), one.refused)
-            reasons.setdefault(plan, one.reason)
-    return reasons
-
-
-def none_runs(recipe: LoadedRecipe, refused: Refusals) -> RecipeError:
-    """The error of a search space whose candidates were all ``refused``, with the foremost reason."""
-    one = refused.foremost
-    problem = f"its only candidate cannot run: {one.reason}"
-    if refused.total > 1:
-        problem = f"none of its {refused.total} candidates can run; {one.count} of them: {one.reason}"
-    return recipe.error("search", problem, kind=one.kind)

@@ -16,6 +16,7 @@ from auto3d.runtime.optimizer_memory import memory_options
 from auto3d.search.planned_model import PlannedGraphs, PlannedModel
 from auto3d.tensor.local_graph import LocalGraph
 from auto3d.tensor_placement import Split
+from launch.model.capture_process import CaptureProcess
 from launch.model.graphs import PlanningModel
 from launch.model.measured_layers import measured_model, with_measured_update
 from launch.model.profile import find_profile
@@ -26,11 +27,11 @@ from launch.recipe.settings import cluster, optimizer_settings, predicted_precis
 INTERPOLATED = (2, 4)  # samples; at 1 sample a model may have fewer operations than at other sizes
 
 
-def subject_of(recipe: LoadedRecipe) -> PlannedModel:
-    """The recipe's model in the form that search and cost model take."""
+def subject_of(recipe: LoadedRecipe, *, process: CaptureProcess | None = None) -> PlannedModel:
+    """The recipe's model in the form that search and cost model take; captured in ``process`` if there is one."""
     values = recipe.values
     if values.model.layers is None:
-        model = PlanningModel(recipe, predicted=True)
+        model = PlanningModel(recipe, predicted=True, process=process)
         return _captured_subject(
             recipe,
             model.graph,
@@ -42,8 +43,10 @@ def subject_of(recipe: LoadedRecipe) -> PlannedModel:
     return measured_model(recipe)
 
 
-def planning_subject(recipe: LoadedRecipe, *, only_predicted: bool = False) -> PlannedModel:
-    """The recipe's model for a search.
+def planning_subject(
+    recipe: LoadedRecipe, *, only_predicted: bool = False, process: CaptureProcess | None = None
+) -> PlannedModel:
+    """The recipe's model for a search; captured in ``process`` if there is one.
 
     Plans for several machines are only predicted, and with ``only_predicted`` those for one machine are too. So all
     micro-batch sizes are interpolated from two captures, unless the model's code behaves differently at that size. A
@@ -51,8 +54,8 @@ def planning_subject(recipe: LoadedRecipe, *, only_predicted: bool = False) -> P
     """
     runs_here = len(cluster(recipe).nodes) == 1 and not only_predicted
     if recipe.values.model.layers is not None or runs_here:
-        return subject_of(recipe)
-    model = PlanningModel(recipe, predicted=True)
+        return subject_of(recipe, process=process)
+    model = PlanningModel(recipe, predicted=True, process=process)
 
     split_at, other = INTERPOLATED
     meanwhile = None if recipe.values.search.micro_batch_size == [split_at] else other

@@ -71,6 +71,7 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
         records.append(
             {
                 **asdict(one.candidate),
+                "same": [asdict(each) for each in one.same],
                 "predicted_s": one.seconds,
                 "peak_bytes": max(model.memory(one.plan)),
                 "problem": problem,
@@ -82,9 +83,11 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
     return {
         "candidates": records,
         "infeasible": [{"count": one.count, "reason": one.reason, **asdict(one.example)} for one in search.refused()],
-        "algorithm": algorithm(recipe, search.domain),
+        "algorithm": algorithm(recipe),
         "looked_at": search.looked_at,
         "simulated": search.simulated,
+        "ended_by": search.ended_by,
+        "left": asdict(search.left),
         "search_s": search.elapsed_s,
         "predicted_on": predicted_on(recipe, search),
     }

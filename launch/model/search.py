@@ -1,6 +1,7 @@
-"""Recipe -> ranked candidates: the search of `auto3d plan` and `auto3d tune`."""
+"""Recipe -> ranked candidates: the search of `auto3d plan`, `auto3d tune` and a sweep of a large space."""
 
 from collections.abc import Callable
+from math import inf
 
 from auto3d.cost.share import Share
 from auto3d.plan import AUTO3D, Plan, PlanError
@@ -11,12 +12,17 @@ from auto3d.search.make import PlanMaker
 from auto3d.search.planned_model import PlannedModel
 from auto3d.search.search import Budget, Search
 from auto3d.search.space import Domain
-from launch.model.candidates import check_memory_known, check_rules, none_runs, task
+from launch.model.candidates import check_memory_known, check_rules, task
+from launch.model.capture_process import CaptureProcess
 from launch.model.costs import INTERPOLATED, cost_model, planning_subject
 from launch.model.graphs import PlanningModel
+from launch.model.nearest import no_plan_found
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema_key import AUTO
-from launch.recipe.settings import emulation, most_candidates, most_trials, search_space
+from launch.recipe.settings import emulation, most_candidates, most_simulations, most_trials, search_space
+from launch.recipe.words import counted
+
+SHOWN = 20  # plans that `auto3d plan` prints: a search loses none of them
 
 
 def search_recipe(
@@ -24,17 +30,21 @@ def search_recipe(
     tell: Callable[[int, float, bool], None] | None = None,
     *,
     subject: PlannedModel | None = None,
+    process: CaptureProcess | None = None,
+    best: int = 0,
+    keep_interrupted: bool = False,
 ) -> Search:
     """The finished search that the recipe asks for; raises RecipeError if no candidate can run.
 
     ``tell`` is called with the number of candidates looked at, the best predicted seconds so far, and whether an order
     is sought now. ``subject`` is the recipe's model, if another search has planned it before (default:
-    ``planning_subject``).
+    ``planning_subject``, which captures in ``process`` if there is one). The search loses none of the ``best`` fastest
+    plans. With ``keep_interrupted``, Ctrl-C ends it, and what it has found so far is its result.
     """
     settings = recipe.values.search
     if AUTO in settings.recompute:
         check_memory_known(recipe, "search.recompute")
-    subject, emulated = subject or planning_subject(recipe), emulation(recipe.values)
+    subject, emulated = subject or planning_subject(recipe, process=process), emulation(recipe.values)
 
     def check(plan: Plan) -> None:
         if plan.engine != AUTO3D:
@@ -48,8 +58,31 @@ def search_recipe(
         space = amp_space(space, model.cluster)
     domain = Domain(space, model.cluster, task(recipe))
     if recipe.values.model.layers is None:
-        check_rules(recipe, domain, PlanningModel(recipe))
+        check_rules(recipe, domain, PlanningModel(recipe, process=process))
     maker = PlanMaker(subject, model, task(recipe), check=check, order_seconds=settings.order_seconds)
+    _prepare(maker, domain)
+    budget = Budget(
+        candidates=most_candidates(recipe.values),
+        simulations=most_simulations(recipe.values),
+        seconds=settings.seconds or inf,
+        best=max(best, SHOWN, most_trials(recipe.values)),
+    )
+    search = Search(domain, maker, budget, tell=tell)
+    try:
+        if domain.degrees:
+            run_algorithm(algorithm(recipe), search, settings.seed)
+            maker.check_captured()
+    except KeyboardInterrupt:
+        if not keep_interrupted or not search.ranked():
+            raise
+        search.interrupt()
+    if not search.ranked():
+        raise no_plan_found(recipe, search)
+    return search
+
+
+def _prepare(maker: PlanMaker, domain: Domain) -> None:
+    """Capture the model and divide its work for all of ``domain``, so that no budget of the search includes it."""
     kinds = domain.choices["sequence_parallel"]
     degrees = ((one.micro_batch_size, one.tp, kind and one.tp > 1) for one in domain.degrees for kind in kinds)
     # The first captured size comes first: the model is split there, while another process captures the other size.
@@ -58,15 +91,6 @@ def search_recipe(
     maker.prepare(
         (samples, Share(slices=slices)) for samples, tp, _ in ordered if tp == 1 for slices in _slices(domain)
     )
-    looks, trials = most_candidates(recipe.values), most_trials(recipe.values)
-    budget = Budget(candidates=looks, seconds=settings.seconds, best=trials)
-    search = Search(domain, maker, budget, tell=tell)
-    if domain.degrees:
-        run_algorithm(algorithm(recipe, domain), search, settings.seed)
-        maker.check_captured()
-    if not search.ranked():
-        raise none_runs(recipe, search.refused())
-    return search
 
 
 def _slices(domain: Domain) -> list[int]:
@@ -76,9 +100,23 @@ def _slices(domain: Domain) -> list[int]:
     return sorted(found - {1})
 
 
-def algorithm(recipe: LoadedRecipe, domain: Domain) -> str:
-    """The name of the search algorithm; ``auto`` is exhaustive if the budget covers the whole space, else annealing."""
+def algorithm(recipe: LoadedRecipe) -> str:
+    """The name of the search algorithm; ``auto`` is exhaustive, which begins with what promises most."""
     named = recipe.values.search.algorithm
-    if named != AUTO:
-        return named
-    return "exhaustive" if len(domain) <= most_candidates(recipe.values) else "annealing"
+    return "exhaustive" if named == AUTO else named
+
+
+def described(recipe: LoadedRecipe, search: Search) -> str:
+    """What ``search`` did, in words, and what ended it before it was sure of the best plans."""
+    candidates = f"{len(search.domain) + search.domain.refused.total:,}"
+    looked_at = f"{search.looked_at:,} looked at, {search.simulated:,} simulated"
+    text = f"{algorithm(recipe)} search of {candidates} candidates: {looked_at}, in {search.elapsed_s:.1f} s"
+    if search.interrupted:
+        text += "; it was interrupted"
+    elif search.ended_by:
+        key = f"search.{search.ended_by}"
+        text += f"; {key} = {getattr(search.budget, search.ended_by):g} ended it, and a larger {key} gives it more"
+    if search.left.candidates:
+        bound = f", which take {search.left.least_s:.4g} s or more" if search.left.least_s < inf else ""
+        text += f"; it left out {counted(search.left.candidates, 'candidate')}{bound}"
+    return text

@@ -78,21 +78,28 @@ class SearchRecipe:
     )
     algorithm: str = key(
         AUTO,
-        "search algorithm of `auto3d plan` and `auto3d tune`; auto: exhaustive if the space is small, else annealing; "
+        "search algorithm of `auto3d plan` and `auto3d tune`; auto: exhaustive, which begins with what promises most; "
         "amp: AMP's own space and annealing (its paper's algorithm 1), whatever schedule, partition, placement and "
         "replicas say",
         choices=(AUTO, *ALGORITHMS),
     )
     candidates: int | None = key(
-        None, "most candidates that a search estimates; none: 2000, or 500 if the algorithm is amp", least=1
+        None, "most candidates that a search looks at; none: 2000, or 500 if the algorithm is amp", least=1
     )
+    simulations: int | None = key(None, "most plans that a search simulates; none: 500", least=1)
     order_seconds: float = key(
         ORDER_SECONDS,
         "seconds in which the order of each synthesized schedule is sought (docs/synthesis.md)",
         least=0.1,
         below=LARGEST_TIME_S,
     )
-    seconds: float = key(60.0, "most seconds of processor time that a search takes", least=0.1, below=LARGEST_TIME_S)
+    seconds: float | None = key(
+        None,
+        "most seconds of processor time that a search takes, beside captures; none: any, so that equal recipes give "
+        "equal plans on every machine",
+        least=1e-6,
+        below=LARGEST_TIME_S,
+    )
     trials: int | None = key(
         None,
         "most trials that `auto3d tune` runs; none: 15, or 10 if the algorithm is amp; three in five try the best "

@@ -19,7 +19,7 @@ from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import SCATTERED, UNFUSED, Recipe
 from launch.recipe.schema_key import AUTO
 
-CANDIDATES, TRIALS = 2000, 15  # defaults of search.candidates and search.trials
+CANDIDATES, SIMULATIONS, TRIALS = 2000, 500, 15  # defaults of search.candidates, search.simulations, search.trials
 
 
 def cluster(recipe: LoadedRecipe, precision: str | None = None) -> Cluster:
@@ -238,8 +238,13 @@ def search_space(recipe: Recipe) -> SearchSpace:
 
 
 def most_candidates(recipe: Recipe) -> int:
-    """Most candidates that a search estimates: search.candidates, or the default of its algorithm."""
+    """Most candidates that a search looks at: search.candidates, or the default of its algorithm."""
     return recipe.search.candidates or (AMP_ITERATIONS if recipe.search.algorithm == AMP else CANDIDATES)
+
+
+def most_simulations(recipe: Recipe) -> int:
+    """Most plans that a search simulates: search.simulations, or its default."""
+    return recipe.search.simulations or SIMULATIONS
 
 
 def most_trials(recipe: Recipe) -> int:

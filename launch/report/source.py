@@ -18,6 +18,7 @@ from launch.model.graphs import PlanningModel
 from launch.model.profile import how_to_measure
 from launch.model.ranking import predicted_by
 from launch.model.search import search_recipe
+from launch.model.sweep_plans import plans_of_sweep
 from launch.recipe.load import LoadedRecipe, load
 from launch.recipe.settings import emulation, predicted_precision
 from launch.recipe.words import counted
@@ -76,16 +77,15 @@ def _of_sweep(results: tables.Results) -> ReportSource:
     recipe = results.recipe
     model = PlanningModel(recipe)
     graph_at = cache(model.graph)
-    tried = {one.plan for one in results.measurements}
-    listed = candidates.find(recipe, graph_at, lambda plans: tried.intersection(plans), model)
-    found = {one.plan: one.candidate for one in listed if one.plan is not None}
+    swept = plans_of_sweep(recipe, graph_at, model, before=list(results.candidates.values()))
+    found = swept.candidates
     costs = candidates.runnable_maker(recipe, graph_at, model).model
     plans = list(_measured_plans(recipe, results.measurements, found, costs, graph_at))
     return ReportSource(
         recipe=recipe,
         verb="sweep",
         plans=plans,
-        refused=candidates.refusals_of(listed),
+        refused=swept.refused,
         measured=tables.provenance(results),
         predicted=predicted_by(recipe, costs.measured_in),
         remarks=_remarks(recipe, plans, costs),

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from auto3d.errors import InputError
 from auto3d.plan import AUTO3D, NO_OVERLAP, Plan
 from auto3d.runtime.measurement import Measurement, Status
+from auto3d.search.space import Candidate
 from launch.peers.limits import engine_version
 from launch.recipe.load import LoadedRecipe, data_files
 from launch.slurm.executor import on_slurm
@@ -70,11 +71,10 @@ class SweepRecord:
     overrides: list[str]
     settings: str  # settings_digest() of its recipe
     trials: list[str]  # names
-    left_out: int  # number of plans beyond search.max_trials
+    left_out: int  # number of candidates beyond search.max_trials
     predicted_s: dict[str, float] = field(default_factory=dict)  # name of a trial -> predicted seconds per iteration
     predicted_on: str = ""  # the basis of these predictions
-    methods: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Name of a trial -> the candidate's partition and placement, by key."""
+    candidates: dict[str, Candidate] = field(default_factory=dict)  # name of a trial -> candidate of its plan
 
 
 _sweep_adapter = TypeAdapter(SweepRecord)
@@ -232,9 +232,9 @@ def write_sweep(
     left_out: int,
     predicted_s: Mapping[Plan, float],
     predicted_on: str,
-    methods: Mapping[Plan, dict[str, str]],
+    candidates: Mapping[Plan, Candidate],
 ) -> None:
-    """Record the sweep that runs now; ``predicted_s`` and ``methods`` need not have all plans."""
+    """Record the sweep that runs now; ``predicted_s`` need not have all plans."""
     sweep = SweepRecord(
         list(recipe.overrides),
         settings_digest(recipe),
@@ -242,7 +242,7 @@ def write_sweep(
         left_out,
         {trial.name: predicted_s[trial.plan] for trial in trials if trial.plan in predicted_s},
         predicted_on,
-        {trial.name: methods[trial.plan] for trial in trials if trial.plan in methods},
+        {trial.name: candidates[trial.plan] for trial in trials},
     )
     write_whole(private_folder(recipe_folder(recipe)) / "sweep.json", dumps(asdict(sweep), indent=1))
 

@@ -18,6 +18,7 @@ from math import inf, log
 from random import Random
 
 from auto3d.search.algorithms.random_search import draw
+from auto3d.search.first_fit import find_first_fit
 from auto3d.search.search import Search
 from auto3d.search.space import DEGREES, Candidate, Domain
 
@@ -26,12 +27,12 @@ _ROUNDS = 4  # number of coolings; each begins at the best candidate so far
 
 
 def annealing(search: Search, seed: int) -> None:
-    """Look at as many candidates as the budget allows."""
+    """Look at as many candidates as the budget allows; the first is one that fits."""
     random = Random(seed)
     moves = _Moves(search.domain, random)
+    best = find_first_fit(search)
     present: Candidate | None = None
-    best: Candidate | None = None
-    cost = least = inf
+    cost = least = inf if best is None else search.seconds(best)
     length = max(1, search.budget.candidates // _ROUNDS)
     for step in range(search.budget.candidates):
         if search.spent:
@@ -46,6 +47,7 @@ def annealing(search: Search, seed: int) -> None:
         present, cost = candidate, seconds
         if seconds < least:
             best, least = candidate, seconds
+    search.leave_unseen()
 
 
 def accepted_s(

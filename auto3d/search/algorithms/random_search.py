@@ -4,13 +4,18 @@ from dataclasses import replace
 from math import inf
 from random import Random
 
+from auto3d.search.first_fit import find_first_fit
 from auto3d.search.search import Search
 from auto3d.search.space import Candidate, Domain
 
 
 def random_search(search: Search, seed: int) -> None:
-    """Look at as many different candidates as the budget allows, and simulate those that may be among the best."""
+    """Look at as many candidates as the budget allows, and simulate those that may be among the best.
+
+    The first is one that fits.
+    """
     random = Random(seed)
+    find_first_fit(search)
     seen: set[Candidate] = set()
     while len(seen) < len(search.domain) and not search.spent:
         candidate = draw(search.domain, random)
@@ -20,6 +25,7 @@ def random_search(search: Search, seed: int) -> None:
         bound = search.bound(candidate)
         if bound < inf and bound <= search.limit():
             search.seconds(candidate)
+    search.leave_unseen()
 
 
 def draw(domain: Domain, random: Random) -> Candidate:

@@ -1,0 +1,78 @@
+"""Why there is no plan: the candidate that came nearest, and what would make it fit."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf
+
+from auto3d.cost.memory.device import in_gib
+from auto3d.errors import InputError
+from auto3d.search.make import PlanMaker
+from auto3d.search.recompute import AUTO, FULL
+from auto3d.search.search import Search
+from auto3d.search.space import Candidate, Refusals
+from launch.recipe.error import RecipeError
+from launch.recipe.load import LoadedRecipe
+from launch.recipe.words import counted
+
+
+def no_plan_found(recipe: LoadedRecipe, search: Search) -> RecipeError:
+    """The error of a ``search`` without a plan. That none can run, it says only if all candidates were looked at."""
+    if not search.ended_by:
+        return none_runs(recipe, search.refused(), search.maker, search.lacking_memory)
+    key = f"search.{search.ended_by}"
+    problem = (
+        f"no plan found before {key} = {getattr(search.budget, search.ended_by):g} ended the search: "
+        f"{search.looked_at} of {counted(len(search.domain), 'candidate')} looked at; a larger {key} gives it more"
+    )
+    return recipe.error("search", problem + _nearest(search.maker, search.lacking_memory))
+
+
+def none_runs(
+    recipe: LoadedRecipe, refused: Refusals, maker: PlanMaker, lacking_memory: Sequence[Candidate]
+) -> RecipeError:
+    """The error of a search space whose candidates were all ``refused``, some of them as ``lacking_memory``."""
+    one = refused.foremost
+    problem = f"its only candidate cannot run: {one.reason}"
+    if refused.total > 1:
+        problem = f"none of its {refused.total} candidates can run; {one.count} of them: {one.reason}"
+    return recipe.error("search", problem + _nearest(maker, lacking_memory), kind=one.kind)
+
+
+def _nearest(maker: PlanMaker, lacking_memory: Sequence[Candidate]) -> str:
+    """The candidate that lacks least memory, how much, and what makes it fit; empty if there is none."""
+    best: tuple[float, Candidate] | None = None
+    for candidate in lacking_memory:
+        try:
+            plan = maker.unlimited(candidate)
+        except InputError:
+            continue
+        capacity = [maker.model.cluster.memory_of(ranks) or inf for ranks in plan.placement]
+        missing = max(needed - has for needed, has in zip(maker.model.memory(plan), capacity, strict=True))
+        if best is None or missing < best[0]:
+            best = missing, candidate
+    if best is None:
+        return ""
+    missing, candidate = best
+    fits = " or ".join(words for words, other in _remedies(candidate) if _can_run(maker, other))
+    helps = f"what makes it fit: {fits}" if fits else "it needs more devices, or devices with more memory"
+    return f"; the nearest ({candidate}) lacks {in_gib(max(0.0, missing))} GiB; {helps}"
+
+
+def _remedies(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+    """Changes of ``candidate`` that save memory, in the words of a recipe."""
+    if candidate.recompute not in (FULL, AUTO):
+        yield "search.recompute: [full]", replace(candidate, recompute=FULL)
+    if candidate.micro_batch_size > 1:
+        yield "search.micro_batch_size: [1]", replace(candidate, micro_batch_size=1)
+    if candidate.dp > 1 and not candidate.shard_optimizer:
+        yield "search.shard_optimizer: [true]", replace(candidate, shard_optimizer=True)
+    if candidate.tp > 1 and not candidate.sequence_parallel:
+        yield "search.sequence_parallel: [true]", replace(candidate, sequence_parallel=True)
+
+
+def _can_run(maker: PlanMaker, candidate: Candidate) -> bool:
+    try:
+        maker.plan(candidate)
+    except InputError:
+        return False
+    return True

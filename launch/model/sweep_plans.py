@@ -1,0 +1,121 @@
+"""The plans of a recipe's search space that a sweep runs, and the reasons why others do not run."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from auto3d.capture.graph import Graph
+from auto3d.errors import InputError
+from auto3d.plan import AUTO3D, Plan
+from auto3d.search.listing import ListedCandidate, list_candidates
+from auto3d.search.space import Candidate, Domain, Refusals, without_numbers
+from launch.model.candidates import check_memory_known, check_rules, exact_plans, runnable_maker, task
+from launch.model.capture_process import CaptureProcess
+from launch.model.graphs import PlanningModel
+from launch.model.nearest import none_runs
+from launch.model.search import search_recipe
+from launch.recipe.load import LoadedRecipe
+from launch.recipe.schema_key import AUTO
+from launch.recipe.settings import cluster, search_space
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPlans:
+    """The plans that a sweep runs, with their candidates, and what became of the other candidates."""
+
+    candidates: dict[Plan, Candidate]
+    left_out: int = 0  # candidates beyond search.max_trials
+    infeasible: dict[Plan, ListedCandidate] = field(default_factory=dict)  # plans that a peer cannot train
+    refused: Refusals = field(default_factory=Refusals)
+
+
+def plans_of_sweep(
+    recipe: LoadedRecipe,
+    graph_at: Callable[[int], Graph],
+    model: PlanningModel,
+    *,
+    before: Sequence[Candidate] = (),
+    process: CaptureProcess | None = None,
+) -> SweepPlans:
+    """The plans that a sweep of ``recipe`` runs; raises RecipeError if none can run.
+
+    They are all plans of the search space or, if there are more than search.max_trials, those of the candidates
+    ``before`` and then the fastest by prediction. ``graph_at`` and ``model`` give the Graphs, and what follows from
+    them; what they do not know is captured in ``process``, if there is one.
+    """
+    if AUTO in recipe.values.search.recompute:
+        check_memory_known(recipe, "search.recompute")
+    domain = Domain(search_space(recipe.values), cluster(recipe), task(recipe))
+    engines = {one.engine for one in domain.degrees}
+    if len(domain) <= recipe.values.search.max_trials or engines != {AUTO3D}:  # nothing predicts other engines
+        return _listed(recipe, domain, graph_at, model, before)
+    return _searched(recipe, graph_at, model, before, process)
+
+
+def _listed(
+    recipe: LoadedRecipe,
+    domain: Domain,
+    graph_at: Callable[[int], Graph],
+    model: PlanningModel,
+    before: Sequence[Candidate],
+) -> SweepPlans:
+    """Every plan of ``domain``; of too many, those of ``before``, and then the fastest if auto3d ran them."""
+    check_rules(recipe, domain, model)
+    maker = runnable_maker(recipe, graph_at, model)
+    listed = list(list_candidates(domain, maker))
+    candidates = {one.plan: one.candidate for one in listed if one.plan is not None}
+    refused = Refusals()
+    for one in listed:
+        if one.plan is None:
+            refused.add(one.candidate, one.reason, one.kind)
+    if not candidates:
+        raise none_runs(recipe, refused, maker, [one.candidate for one in listed if one.kind == "memory"])
+    plans = list(candidates)
+    if left_out := max(0, len(plans) - recipe.values.search.max_trials):
+        seconds = {plan: maker.model.seconds(plan) for plan in plans}
+        plans.sort(key=lambda plan: (candidates[plan] not in before, seconds[plan]))
+        kept = set(plans[: recipe.values.search.max_trials])
+        candidates = {plan: candidate for plan, candidate in candidates.items() if plan in kept}
+    return SweepPlans(candidates=candidates, left_out=left_out, infeasible=_refused_by_peers(listed), refused=refused)
+
+
+def _searched(
+    recipe: LoadedRecipe,
+    graph_at: Callable[[int], Graph],
+    model: PlanningModel,
+    before: Sequence[Candidate],
+    process: CaptureProcess | None,
+) -> SweepPlans:
+    """The plans of ``before`` or, if there are none, the fastest of a search."""
+    most = recipe.values.search.max_trials
+    maker = runnable_maker(recipe, graph_at, model)
+    candidates: dict[Plan, Candidate] = {}
+    for candidate in before:
+        with suppress(InputError):  # the model's code may have changed since
+            candidates[maker.plan(candidate)] = candidate
+    if candidates:
+        return SweepPlans(candidates=candidates)
+    search = search_recipe(recipe, process=process, best=most)
+    exact, refused = exact_plans(recipe, maker), search.refused()
+    for one in search.ranked():
+        if len(candidates) == most:
+            break
+        try:
+            candidates.setdefault(exact(one), one.candidate)
+        except InputError as error:  # for example memory, which is exact only at the plan's own micro-batch size
+            refused.add(one.candidate, str(error), error.kind)
+    if not candidates:
+        raise none_runs(recipe, refused, maker, search.lacking_memory)
+    total = len(search.domain) + search.domain.refused.total
+    return SweepPlans(candidates=candidates, left_out=total - refused.total - len(candidates), refused=refused)
+
+
+def _refused_by_peers(found: Iterable[ListedCandidate]) -> dict[Plan, ListedCandidate]:
+    """The plans that peers cannot train: for each peer, whatever its options, one of each reason."""
+    first: dict[tuple[str, str], ListedCandidate] = {}
+    for one in found:
+        if one.refused is not None:
+            engine = one.refused.engine.partition(":")[0]
+            reason = without_numbers(one.reason.removeprefix(one.refused.engine))
+            first.setdefault((engine, reason), one)
+    return {one.refused: one for one in first.values() if one.refused is not None}
