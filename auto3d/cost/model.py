@@ -98,7 +98,7 @@ class CostModel:
         self._work_at, self._times_at = work_at, times_at
         self._times_of_work = times_of_work
         self._work = ModelWork(work_at, training)
-        self._memory = PlanMemory(self._work, training)
+        self.plan_memory = PlanMemory(self._work, training)
         self._stage_times = StageTimes(self._work, times_at)
         self._messages = StageMessages(cluster, self._work, training)
         self._has_handling = any(any(node.handling) for node in cluster.nodes)
@@ -134,19 +134,19 @@ class CostModel:
 
     def memory(self, plan: Plan) -> tuple[float, ...]:
         """Peak bytes of tensors on each pipeline device."""
-        return self._memory.of(plan)
+        return self.plan_memory.of(plan)
 
     def memory_one_by_one(self, plan: Plan) -> Iterator[float]:
         """``memory(plan)``, each device's when it is asked for."""
-        return self._memory.one_by_one(plan)
+        return self.plan_memory.one_by_one(plan)
 
     def memory_witness(self, plan: Plan) -> tuple[DeviceMemory, ...]:
         """``memory(plan)`` with the operation at which each device reaches its peak, and what it holds there."""
-        return self._memory.devices(plan)
+        return self.plan_memory.devices(plan)
 
     def largest_tensors(self, plan: Plan, device: int, count: int | None = 10) -> tuple[HeldTensor, ...]:
         """The largest tensors that pipeline device ``device`` holds at its peak, largest first; None: all of them."""
-        return self._memory.largest(plan, device, count)
+        return self.plan_memory.largest(plan, device, count)
 
     def flops(self, plan: Plan) -> IterationFlops:
         """FLOPs of an iteration of the whole model, with what the plan recomputes."""
@@ -161,15 +161,15 @@ class CostModel:
 
         A device with one stage needs exactly these bytes. A device with several needs at most the sum of theirs.
         """
-        return self._memory.of_stage(plan, number, stage)
+        return self.plan_memory.of_stage(plan, number, stage)
 
     def memory_beside_activations(self, plan: Plan) -> tuple[float, ...]:
         """Per pipeline device, the peak of the bytes of ``memory(plan)`` that are no activations."""
-        return self._memory.beside_activations(plan)
+        return self.plan_memory.beside_activations(plan)
 
     def stage_if(self, plan: Plan, number: int, *, recompute: bool, split: bool) -> StageMemory:
         """The bytes of a micro-batch on stage ``number`` of ``plan`` if it recomputes, or splits its backward."""
-        return self._memory.stage_if(plan, number, recompute=recompute, split=split)
+        return self.plan_memory.stage_if(plan, number, recompute=recompute, split=split)
 
     def estimate(self, plan: Plan) -> Estimate:
         """``seconds(plan)`` and ``memory(plan)``, with the components of the seconds."""
@@ -207,7 +207,7 @@ class CostModel:
 
     def memory_over_time(self, plan: Plan, timeline: Timeline, devices: Sequence[int]) -> list[BytesOverTime]:
         """Bytes on each of ``devices`` over ``timeline(plan)``; their largest values are those of ``memory(plan)``."""
-        return self._memory.over_time(plan, timeline, devices)
+        return self.plan_memory.over_time(plan, timeline, devices)
 
     def slowest_pipeline_s(self, plan: Plan, seconds_of: SecondsOf) -> float:
         """Seconds of an iteration by ``seconds_of``, for the pipeline that takes longest."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import inf
 
 from auto3d.cost.memory.device import in_gib
+from auto3d.cost.memory.plan import PlanMemory
 from auto3d.cost.model import CostModel
 from auto3d.cost.share import Share
 from auto3d.errors import InputError
@@ -20,7 +21,7 @@ from auto3d.schedule.shape import Shape, shape, shape_of
 from auto3d.search.placement import MEGATRON, place, place_replicas
 from auto3d.search.planned_model import PlannedModel
 from auto3d.search.problem import CandidateProblem, Keep
-from auto3d.search.recompute import AUTO, FULL, NONE, KeptFractions, largest_fraction, schedule_options
+from auto3d.search.recompute import AUTO, FULL, NONE, KeptFractions, Limits, largest_fraction, schedule_options
 from auto3d.search.space import EQUAL, ORDER_SECONDS, UNEVEN, Candidate, Refusals, Workload, check_fits
 from auto3d.search.synthesized import (
     best_order,
@@ -40,7 +41,7 @@ class PlanMaker:
     """Makes Plans of the model ``planned`` for ``workload``, with the cluster and times of the cost model ``model``.
 
     ``shortage`` returns which device lacks memory for a Plan, or an empty string if the Plan fits (default: by
-    ``model``, on devices whose memory is known). ``check`` raises InputError for a Plan that is impossible for another
+    ``model``, on devices whose memory is known); ``memory`` has the bytes that it compares, if it compares any. ``check`` raises InputError for a Plan that is impossible for another
     reason. ``order_seconds`` is the time in which the order of a synthesized schedule is sought.
     """
 
@@ -51,12 +52,15 @@ class PlanMaker:
         workload: Workload,
         *,
         shortage: Callable[[Plan], str] | None = None,
+        memory: PlanMemory | None = None,
         check: Callable[[Plan], None] | None = None,
         order_seconds: float = ORDER_SECONDS,
     ) -> None:
         self._order_seconds = order_seconds
         self.planned, self.model, self.workload = planned, model, workload
         self._shortage = shortage or (lambda plan: shortage_of(model, plan))
+        memory = model.plan_memory if shortage is None else memory
+        self._limits = None if memory is None else Limits(memory=memory, cluster=model.cluster)
         self._check = check or (lambda plan: None)
         self._captured: dict[int, InputError | None] = {}  # number of samples -> why the model cannot be captured at it
         self._splits: dict[tuple[int, Share], dict[str, Split] | InputError] = {}
@@ -73,7 +77,7 @@ class PlanMaker:
         if candidate.recompute == AUTO:
             if self.model.cluster.memory_bytes is None:
                 raise PlanError("recompute: auto needs to know the memory of a device")
-            plan = largest_fraction(self._kept_fractions(plan), self._shortage)
+            plan = largest_fraction(self._kept_fractions(plan), self._shortage, self._limits)
         self.check(plan)
         return plan
 

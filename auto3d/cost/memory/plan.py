@@ -13,7 +13,8 @@ import numpy as np
 from auto3d.cost.memory.device import ENTRIES, DeviceMemory, HeldTensor
 from auto3d.cost.memory.fused_stage import fused_stage_memory
 from auto3d.cost.memory.parameters import local_spans, parameters_of
-from auto3d.cost.memory.segment import Peak
+from auto3d.cost.memory.segment import Peak, Span
+from auto3d.cost.memory.segments import Segments, earlier
 from auto3d.cost.memory.stage import StageMemory, mean_of_slices, private_parameters, stage_memory
 from auto3d.cost.memory.stage_tensors import StageTensor, fused_stage_tensors, stage_tensors
 from auto3d.cost.model_work import ModelWork
@@ -27,6 +28,7 @@ from auto3d.schedule.shape import Shape, shape_of
 from auto3d.simulate.memory_timeline import BytesOverTime
 from auto3d.simulate.simulate import Timeline
 
+_KEPT = 2**13  # results of each kind that are kept
 _NONE = Peak(size=0.0, position=-1)
 _ACTIVATIONS = COUNTS[:4]  # in flight, recomputed, deferred, gradients of slices
 _RECOMPUTING = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -65,6 +67,32 @@ class _Moments:
 @lru_cache(1024)
 def _highest(shape: Shape) -> tuple[_Moments, ...]:
     return tuple(_Moments(moments) for moments in highest_moments(shape))
+
+
+@lru_cache(4096)
+def _stages(shape: Shape) -> tuple[tuple[tuple[int, ...], frozenset[int]], ...]:
+    """Per pipeline device, its stages, and those that follow another stage of the device on some pipe."""
+    device_of = shape.device_of
+    follow: list[set[int]] = [set() for _ in range(shape.devices)]
+    for (stage, pipe), device in device_of.items():
+        if device_of.get((stage - 1, pipe)) == device:
+            follow[device].add(stage)
+    return tuple((stages_of(shape, device), frozenset(follow[device])) for device in range(shape.devices))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    """What the weights of the stages of one device take, whatever they recompute."""
+
+    states: tuple[_State, ...]  # one for each stage
+    weights: float
+    copies: float
+    gradients: float
+    optimizer: float
+    update: float
+    summed: float
+    shards: int
+    private: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +147,13 @@ class PlanMemory:
 
     def __init__(self, work: ModelWork, training: TrainingOptions) -> None:
         self._work, self._training = work, training
-        self._stage = lru_cache(2**16)(self._make_stage)  # the plans of a search have many stages in common
-        self._state = lru_cache(2**16)(self._make_state)
+        self._segments = lru_cache(None)(lambda *key: Segments(work.tables(*key).work.tensors))
+        # The plans of a search have many devices and stages in common.
+        self._peaks = lru_cache(_KEPT)(lambda *key: list[float]())
+        self._weights = lru_cache(_KEPT)(self._make_weights)
+        self._stage = lru_cache(_KEPT)(self._make_stage)
+        self._runs = lru_cache(_KEPT)(self._make_runs)
+        self._state = lru_cache(_KEPT)(self._make_state)
 
     def of(self, plan: Plan) -> tuple[float, ...]:
         """Peak bytes of tensors on each pipeline device."""
@@ -128,9 +161,63 @@ class PlanMemory:
 
     def one_by_one(self, plan: Plan) -> Iterator[float]:
         """Those of ``of``, each when it is asked for."""
-        shape, stages = shape_of(plan), dict(enumerate(plan.stages))
-        for device, moments in enumerate(_highest(shape)):
-            yield float(self._device(plan, shape, device, stages).totals(moments).max())
+        shape = shape_of(plan)
+        degrees = self._samples(plan), share_of(plan), shares_of(plan), plan.dp, plan.shard_optimizer
+        known = self._peaks(shape, plan.stages, *degrees)
+        for device in range(shape.devices):
+            if device == len(known):
+                known.append(self.of_device(plan, device))
+            yield known[device]
+
+    def of_device(self, plan: Plan, device: int) -> float:
+        """Peak bytes of tensors on pipeline device ``device``."""
+        shape = shape_of(plan)
+        needs = self._device(plan, shape, device, dict(enumerate(plan.stages)))
+        return float(needs.totals(_highest(shape)[device]).max())
+
+    def at_least(self, plan: Plan, device: int, kept_from: Mapping[int, np.ndarray]) -> np.ndarray | None:
+        """[variants]: lower bounds of the peak bytes of ``device`` where its stages keep other parts of themselves.
+
+        ``kept_from`` has, for each stage of the device, the position in each variant from which it keeps its
+        operations until its end. None if there is no bound for the model or the plan. It takes a fraction of the time
+        of an estimate, since it counts only what a micro-batch in flight and its recomputation surely hold.
+        """
+        shape, (numbers, follow) = shape_of(plan), _stages(shape_of(plan))[device]
+        stages = {number: replace(plan.stages[number], kept=()) for number in numbers}
+        one_span = all(len(stage.operations) == 1 for stage in stages.values())
+        if self._training.system is not None or not self._training.recompute_ends or not one_span:
+            return None
+        moments, needs = _highest(shape)[device], self._device(plan, shape, device, stages)
+        per_count = needs.per_count.reshape(-1, len(COUNTS)).copy()
+        per_count[:, COUNTS.index("recomputed")] = per_count[:, COUNTS.index("sent")] = 0
+        for row, number in enumerate(numbers):
+            if number in follow:  # its input may be a tensor of the stage before
+                per_count[row, 0] -= needs.stages[number].received
+        quiet = sum(needs.constant.values()) + moments.counts @ per_count.ravel()
+        least = np.repeat(quiet[:, None], len(kept_from[numbers[0]]), axis=1)
+        for row, number in enumerate(numbers):
+            saved, rest = self._saved(plan, stages[number], kept_from[number])
+            in_flight, recomputed = moments.counts[:, row * len(COUNTS) : row * len(COUNTS) + 2].T
+            again = np.array([key[0] in _RECOMPUTING and key[1] == number and not key[2] for key in moments.keys])
+            least += in_flight[:, None] * saved + recomputed[:, None] * rest
+            if number in shape.recompute:  # the operations that were kept are over when the others run again
+                least += again[:, None] * np.maximum(0.0, rest - saved)
+        return least.max(axis=0)
+
+    def _saved(self, plan: Plan, stage: StagePlan, kept_from: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """At least the bytes of a micro-batch that ``stage`` keeps, and that it makes again, in each variant."""
+        shares = shares_of(plan)
+        samples, divisor = self._work.slice_of(self._samples(plan), stage.replicas)
+        saved = np.zeros(len(kept_from))
+        every = 0.0
+        for share in shares:
+            segments = self._segments(samples, share)
+            (span,) = local_spans(segments.tensors, stage.operations)
+            places = kept_from if segments.tensors.begins is None else segments.tensors.begins[kept_from]
+            found = segments.saved_from(span) / divisor / len(shares)
+            saved += found[places - span[0]]
+            every += float(found[0])
+        return saved, every - saved
 
     def of_stage(self, plan: Plan, number: int, stage: StagePlan) -> dict[int, float]:
         """Pipeline device -> peak bytes of ``stage`` alone, for each device that holds stage ``number`` of ``plan``.
@@ -281,7 +368,7 @@ class PlanMemory:
                 continue
             tensors, block = tables.work.tensors, self._block(tables, dropped)
             spans = local_spans(tensors, stage.operations), local_spans(tensors, dropped)
-            found += stage_tensors(tensors, *spans, split=number in shape.split, block=block)
+            found += stage_tensors(Segments(tensors), *spans, split=number in shape.split, block=block)
             if block is not None:
                 size = _block_inputs(tables, dropped, needs.stages[number].received * divisor)
                 name = "inputs of recomputed blocks"
@@ -299,7 +386,7 @@ class PlanMemory:
         unmade = frozenset[int]()
         for number, counts in held.items():
             stage = plan.stages[number]
-            fixed = self._state(samples, stage, shares_of(plan)).fixed
+            fixed = self._state(samples, stage.operations, stage.replicas, shares_of(plan)).fixed
             name = "frozen weights, buffers and constants"
             yield HeldTensor(name=name, kind="weights", bytes=fixed, count=1)
             size, _ = self._work.slice_of(samples, stage.replicas)
@@ -310,7 +397,8 @@ class PlanMemory:
                 yield HeldTensor(name=one.name, kind="versions", bytes=older, count=counts["older"])
             if needs.private and needs.stages[number].private and not counts["gradients"]:
                 spans = stage.operations, self._dropped(size, stage, recompute=number in shape.recompute)
-                unmade |= private_parameters(tables.work.tensors, *(local_spans(tables.work.tensors, s) for s in spans))
+                segments = Segments(tables.work.tensors)
+                unmade |= private_parameters(segments, *(local_spans(segments.tensors, each) for each in spans))
         stages = [plan.stages[number] for number in held]
         here = tuple(span for stage in stages for span in stage.operations)
         size, _ = self._work.slice_of(samples, stages[0].replicas)
@@ -337,74 +425,101 @@ class PlanMemory:
     def _device(self, plan: Plan, shape: Shape, device: int, stages: Mapping[int, StagePlan]) -> _Device:
         """What ``device`` needs for those of its stages that are in ``stages``, a dict from number to stage."""
         training, samples = self._training, self._samples(plan)
-        numbers = stages_of(shape, device)
+        numbers, follow = _stages(shape)[device]
         here = [number for number in numbers if number in stages]
-        share, shares = share_of(plan), shares_of(plan)
+        shares = shares_of(plan)
         found = {
             number: self._stage(samples, stages[number], shares, number in shape.recompute, number in shape.split)
             for number in here
         }
-        state = {number: self._state(samples, stages[number], shares) for number in here}
-        tables = self._work.tables(self._work.slice_of(samples, stages[here[0]].replicas)[0], share)
-        elements = tables.parameters(tuple(span for number in here for span in stages[number].operations))
-        holders = [len(set(shape.homes[number])) * plan.dp * stages[number].replicas for number in here]
-        shards = max(holders) if plan.shard_optimizer else 1
-        own = sum(each.elements for each in state.values())
-        once = elements / own if own else 1.0  # parameters that several stages of the device share count once
-        gradients = elements * self._gradient_bytes
-        private = training.backward_makes_gradients and max(holders) == 1 and not shape.asynchronous
-        if private:
-            gradients -= sum(each.private for each in found.values())
-        moments = once * sum(each.optimizer for each in state.values())
-        if training.state_elements is not None and own != elements:  # they depend on shapes
-            spans = tuple(span for number in here for span in stages[number].operations)
-            moments = self._state(samples, replace(stages[here[0]], operations=spans, kept=()), shares).optimizer
+        held = self._weights(
+            samples,
+            share_of(plan),
+            shares,
+            tuple((stages[number].operations, stages[number].replicas) for number in here),
+            max(len(set(shape.homes[number])) * plan.dp * stages[number].replicas for number in here),
+            plan.shard_optimizer,
+            shape.asynchronous,
+        )
+        gradients = held.gradients - (sum(each.private for each in found.values()) if held.private else 0.0)
         constant = {
             "reserve": training.reserve_bytes,
-            "weights": elements * training.weight_bytes + sum(each.fixed for each in state.values()),
-            "copies": sum(each.copies for each in state.values()),
+            "weights": held.weights,
+            "copies": held.copies,
             "gradients": max(0.0, gradients),
-            "optimizer": (moments + training.master_bytes * elements) / shards,
+            "optimizer": held.optimizer,
         }
-        per_count = np.zeros((len(numbers), len(COUNTS)))
-        local: set[int] = set()
-        for row, number in enumerate(numbers):
+        # What a stage of the same device sends is the same tensor on both sides.
+        local = {number for number in follow if number in found and number - 1 in found}
+        local = {number for number in local if found[number - 1].sent_beside == 0}
+        states, per_count = iter(held.states), list[tuple[float, ...]]()
+        for number in numbers:
             if number not in stages:
+                per_count.append((0.0,) * len(COUNTS))
                 continue
-            one, kept = found[number], state[number]
-            neighbours = any(
-                shape.device_of.get((number - 1, pipe)) == device == shape.device_of[number, pipe]
-                for pipe in range(shape.pipes)
+            one, state = found[number], next(states)
+            per_count.append(
+                (
+                    one.in_flight - (one.received if number in local else 0.0),
+                    one.recomputed,
+                    one.deferred,
+                    one.slice_gradient,
+                    one.private if held.private else 0.0,
+                    state.elements * training.weight_bytes + state.copies,
+                    one.received,
+                    one.sent_gradient,
+                    one.sent_beside,
+                    one.received_gradient,
+                )
             )
-            # What a stage of the same device sends is the same tensor on both sides.
-            if neighbours and (number - 1) in found and found[number - 1].sent_beside == 0:
-                local.add(number)
-            per_count[row] = (
-                one.in_flight - (one.received if number in local else 0.0),
-                one.recomputed,
-                one.deferred,
-                one.slice_gradient,
-                one.private if private else 0.0,
-                kept.elements * training.weight_bytes + kept.copies,
-                one.received,
-                one.sent_gradient,
-                one.sent_beside,
-                one.received_gradient,
-            )
-        update = max((each.update for each in state.values()), default=0.0)
-        if plan.shard_optimizer and shards > 1:
-            update = training.update_copies[0] * elements * training.sync_bytes / shards
-        summed = training.sums_have_copies and plan.shard_optimizer and shards > 1
         return _Device(
             constant=constant,
             stages=found,
-            per_count=per_count.ravel(),
-            update=update,
-            summed=elements * training.sync_bytes * (shards - 1) / shards if summed else 0.0,
-            private=private,
+            per_count=np.array(per_count).ravel(),
+            update=held.update,
+            summed=held.summed,
+            private=held.private,
             local=frozenset(local),
             split=shape.split,
+            shards=held.shards,
+        )
+
+    def _make_weights(
+        self,
+        samples: int,
+        share: Share,
+        shares: tuple[Share, ...],
+        stages: tuple[tuple[tuple[Span, ...], int], ...],
+        holders: int,
+        shard_optimizer: bool,
+        asynchronous: bool,
+    ) -> _Weights:
+        """The weights of a device with ``stages``, (operations, replicas) of each; as many as ``holders`` ranks hold
+        those of one stage."""
+        training = self._training
+        states = [self._state(samples, operations, replicas, shares) for operations, replicas in stages]
+        every, replicas = tuple(span for operations, _ in stages for span in operations), stages[0][1]
+        elements = self._work.tables(self._work.slice_of(samples, replicas)[0], share).parameters(every)
+        shards = holders if shard_optimizer else 1
+        own = sum(each.elements for each in states)
+        once = elements / own if own else 1.0  # parameters that several stages of the device share count once
+        moments = once * sum(each.optimizer for each in states)
+        if training.state_elements is not None and own != elements:  # they depend on shapes
+            moments = self._state(samples, every, replicas, shares).optimizer
+        update = max((each.update for each in states), default=0.0)
+        if shards > 1:
+            update = training.update_copies[0] * elements * training.sync_bytes / shards
+        summed = training.sums_have_copies and shards > 1
+        return _Weights(
+            states=tuple(states),
+            weights=elements * training.weight_bytes + sum(each.fixed for each in states),
+            copies=sum(each.copies for each in states),
+            gradients=elements * self._gradient_bytes,
+            optimizer=(moments + training.master_bytes * elements) / shards,
+            update=update,
+            summed=elements * training.sync_bytes * (shards - 1) / shards if summed else 0.0,
             shards=shards,
+            private=training.backward_makes_gradients and holders == 1 and not asynchronous,
         )
 
     def _dropped(self, samples: int, stage: StagePlan, *, recompute: bool) -> tuple[tuple[int, int], ...]:
@@ -439,25 +554,44 @@ class PlanMemory:
         if self._training.system is not None:
             blockwise = not self._training.recompute_ends
             return fused_stage_memory(tables, stage.operations, dropped, blockwise=blockwise).divided(divisor)
-        tensors, block = tables.work.tensors, self._block(tables, dropped)
-        spans = local_spans(tensors, stage.operations), local_spans(tensors, dropped)
-        found = stage_memory(tensors, *spans, split=split, block=block)
+        segments, block = self._segments(samples, share), self._block(tables, dropped)
+        operations, dropped_here = (local_spans(segments.tensors, each) for each in (stage.operations, dropped))
+        by = 0
+        if (repeat := segments.repeat_of(operations)) is not None:
+            by = repeat[0].period * repeat[1]
+        first_block = None if block is None else (block[0] - by, block[1] - by)
+        runs = earlier(operations, by), earlier(dropped_here, by), split, first_block
+        found = self._runs(samples, share, *runs).moved(lambda position: position + by)
         if block is not None:
             inputs = _block_inputs(tables, dropped, found.received)
             found = replace(found, in_flight=found.in_flight + inputs, inputs=found.inputs + inputs)
         return found.divided(divisor)
 
-    def _make_state(self, samples: int, stage: StagePlan, shares: tuple[Share, ...]) -> _State:
-        """The state of ``stage``, whose ``shares`` have the same; each holds what it computes once, such as masks."""
-        samples, _ = self._work.slice_of(samples, stage.replicas)
+    def _make_runs(
+        self,
+        samples: int,
+        share: Share,
+        operations: tuple[Span, ...],
+        dropped: tuple[Span, ...],
+        split: bool,
+        block: Span | None,
+    ) -> StageMemory:
+        """The memory of a stage of these operations of a rank, at ``samples`` of a look-up."""
+        return stage_memory(self._segments(samples, share), operations, dropped, split=split, block=block)
+
+    def _make_state(
+        self, samples: int, operations: tuple[Span, ...], replicas: int, shares: tuple[Share, ...]
+    ) -> _State:
+        """The state of a stage, whose ``shares`` have the same; each holds what it computes once, such as masks."""
+        samples, _ = self._work.slice_of(samples, replicas)
         tables, *others = (self._work.tables(samples, share) for share in shares)
         tensors = tables.work.tensors
         used: dict[int, None] = {}
-        for first, last in local_spans(tensors, stage.operations):
+        for first, last in local_spans(tensors, operations):
             inside = slice(*np.searchsorted(tensors.state_at, (first, last)))
             used |= dict.fromkeys(tensors.state_of[inside].tolist())
         numbers = np.array(list(used), dtype=int)
-        elements = tables.parameters(stage.operations)
+        elements = tables.parameters(operations)
         optimizer = 4 * self._training.moments * elements
         if (state_elements := self._training.state_elements) is not None:
             optimizer = float(sum(4 * state_elements(tensors.shapes[number]) for number in used))
@@ -467,8 +601,7 @@ class PlanMemory:
         return _State(
             elements=elements,
             optimizer=optimizer,
-            fixed=max(0.0, tables.fixed(stage.operations) - copies)
-            + sum(each.held_once(stage.operations) for each in others),
+            fixed=max(0.0, tables.fixed(operations) - copies) + sum(each.held_once(operations) for each in others),
             copies=copies,
             update=max(of_this * size + of_the_last * before for before, size in pairwise(sizes)),
         )

@@ -6,7 +6,7 @@ earlier operations made and later ones used. Autograd frees what an operation sa
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,23 +30,52 @@ class RunBytes:
     taken: frozenset[int]  # memories that it reads and does not make
     given: frozenset[int]  # memories that it makes and others use
     sent_copies: float  # bytes of messages that are no memories of its own: copies of views in another order
-    saved: float  # bytes that stay from the forward until the backward: of the four fields below
-    positions: np.ndarray  # operations of the run
-    extra: np.ndarray  # per operation: bytes that stay beside memories
-    held: np.ndarray  # memories that stay
-    laid_out: tuple[np.ndarray, np.ndarray]  # (memory, bytes) of each copy that stays of a received view, in order
+    saved: float  # bytes that stay from the forward until the backward: those of RunTensors
     forward: Peak  # with everything that autograd saves
     dropping: Peak  # forward that saves nothing
     backward: Peak  # all gradients of weights exist before it
     first_backward: Peak  # it makes the gradients of the private parameters, and counts them
     deferred: float  # bytes that a split backward keeps for its weight half: ``put_off``, and gradients of results
-    put_off: np.ndarray  # memories that it keeps
     weight_half: Peak
     private: float  # bytes of the gradients of parameters that no other segment uses
+    slice_gradient: float  # gradients of the keys and values of a slice of the sequence, which later slices make
+
+    def later(self, operations: int, memories: int, own: int) -> "RunBytes":
+        """The same of operations that come so many later; the numbers of memories grow from number ``own`` on."""
+
+        def peak(one: Peak) -> Peak:
+            return Peak(size=one.size, position=one.position + operations)
+
+        def moved(numbers: frozenset[int]) -> frozenset[int]:
+            return frozenset(number + memories if number >= own else number for number in numbers)
+
+        return replace(
+            self,
+            taken=moved(self.taken),
+            given=moved(self.given),
+            forward=peak(self.forward),
+            dropping=peak(self.dropping),
+            backward=peak(self.backward),
+            first_backward=peak(self.first_backward),
+            weight_half=peak(self.weight_half),
+        )
 
 
-def segment_of(tensors: Tensors, spans: Sequence[Span], *, shared: frozenset[int], split: bool) -> RunBytes:
-    """The bytes of the operations in ``spans``.
+@dataclass(frozen=True, kw_only=True)
+class RunTensors:
+    """What stays of one micro-batch from the forward until the backward, tensor by tensor."""
+
+    positions: np.ndarray  # operations of the run
+    extra: np.ndarray  # per operation: bytes that stay beside memories
+    held: np.ndarray  # memories that stay
+    laid_out: tuple[np.ndarray, np.ndarray]  # (memory, bytes) of each copy that stays of a received view, in order
+    put_off: np.ndarray  # memories that a split backward keeps for its weight half
+
+
+def segment_of(
+    tensors: Tensors, spans: Sequence[Span], *, shared: frozenset[int], split: bool
+) -> tuple[RunBytes, RunTensors]:
+    """The bytes of the operations in ``spans``, and the tensors that stay.
 
     Gradients of the parameters in ``shared`` exist all the time. With ``split``, backwards have a weight half.
     """
@@ -125,23 +154,26 @@ def segment_of(tensors: Tensors, spans: Sequence[Span], *, shared: frozenset[int
     made_at = np.minimum(first_user[private], length)  # those of a weight half are made there
     exist = np.cumsum(_add(made_at, whole[private], length)[::-1])[::-1] if length else own
     growing = np.concatenate([exist[1:], [0.0]]) if length else exist
-    return RunBytes(
+    found = RunBytes(
         taken=frozenset(np.flatnonzero((last_use >= 0) & ~inside).tolist()),
         given=frozenset(np.flatnonzero(is_given).tolist()),
         sent_copies=sent_copies,
         saved=float(held),
-        positions=places.positions,
-        extra=tensors.extra[places.positions],
-        held=np.flatnonzero(inside)[stays],
-        laid_out=copies,
         forward=places.peak(forward),
         dropping=places.peak(dropping),
         backward=places.peak(backward),
         first_backward=places.peak(backward + growing),
         deferred=deferred,
-        put_off=np.flatnonzero(put_off),
         weight_half=Peak(size=weights, position=int(places.positions[0]) if length else 0),
         private=float(whole[private].sum()),
+        slice_gradient=float(tensors.slice_gradient[places.positions].sum()),
+    )
+    return found, RunTensors(
+        positions=places.positions,
+        extra=tensors.extra[places.positions],
+        held=np.flatnonzero(inside)[stays],
+        laid_out=copies,
+        put_off=np.flatnonzero(put_off),
     )
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from auto3d.cost.memory.segment import Peak, RunBytes, Span, segment_of
+from auto3d.cost.memory.segment import Peak, RunBytes, Span
+from auto3d.cost.memory.segments import Segments
 from auto3d.cost.memory.tensors import Tensors
 
 
@@ -84,14 +85,14 @@ class StageRuns:
     received: frozenset[int]  # memories of messages from earlier stages
 
 
-def stage_runs(tensors: Tensors, operations: Sequence[Span], dropped: Sequence[Span], *, split: bool) -> StageRuns:
+def stage_runs(segments: Segments, operations: Sequence[Span], dropped: Sequence[Span], *, split: bool) -> StageRuns:
     """The runs of a stage with ``operations`` that recomputes those in ``dropped``; ``split`` as in stage_memory."""
-    shared = _used_outside(tensors, operations)
+    tensors, shared = segments.tensors, segments.used_outside(operations)
     runs = [
-        (is_kept, segment_of(tensors, spans, shared=shared | _used_outside(tensors, spans), split=split))
-        for is_kept, spans in _runs(operations, dropped)
+        (is_kept, segments.of(spans, shared=shared | segments.used_outside(spans), split=split))
+        for is_kept, spans in runs_of(operations, dropped)
     ]
-    whole = runs[0][1] if len(runs) == 1 else segment_of(tensors, operations, shared=shared, split=split)
+    whole = runs[0][1] if len(runs) == 1 else segments.of(operations, shared=shared, split=split)
     kept_gives = frozenset[int]().union(*(one.given for is_kept, one in runs if is_kept))
     taken = frozenset[int]().union(*(one.taken for _, one in runs))
     received = frozenset(
@@ -101,7 +102,7 @@ def stage_runs(tensors: Tensors, operations: Sequence[Span], dropped: Sequence[S
 
 
 def stage_memory(
-    tensors: Tensors,
+    segments: Segments,
     operations: Sequence[Span],
     dropped: Sequence[Span],
     *,
@@ -113,8 +114,9 @@ def stage_memory(
     With ``block``, each of the dropped blocks is recomputed by itself: ``block`` is the last of them. With ``split``,
     backwards have a weight half.
     """
-    of_stage = stage_runs(tensors, operations, dropped, split=split)
+    of_stage = stage_runs(segments, operations, dropped, split=split)
     found, whole, received = of_stage.runs, of_stage.whole, of_stage.received
+    tensors = segments.tensors
     size = tensors.size
 
     def total(memories: frozenset[int]) -> float:
@@ -125,7 +127,7 @@ def stage_memory(
     recomputed = sum(one.saved for is_kept, one in found if not is_kept)
     inner = None
     if block is not None and dropped:
-        inner = block_run(tensors, operations, block, split=split)
+        inner = segments.of((block,), shared=segments.used_outside(operations), split=split)
         recomputed = inner.saved
 
     forward = _Highest()
@@ -161,7 +163,7 @@ def stage_memory(
         inputs=inputs,
         recomputed=recomputed,
         deferred=whole.deferred,
-        slice_gradient=float(tensors.slice_gradient[whole.positions].sum()),
+        slice_gradient=whole.slice_gradient,
         forward=forward.beyond(held),
         recompute=recompute.beyond(held + recomputed),
         backward=backward.beyond(held),
@@ -175,11 +177,6 @@ def stage_memory(
         sent_gradient=given_gradients,
         sent_beside=whole.sent_copies if last_kept else total(whole.given),
     )
-
-
-def block_run(tensors: Tensors, operations: Sequence[Span], block: Span, *, split: bool) -> RunBytes:
-    """The operations of one recomputed ``block`` of a stage with ``operations``."""
-    return segment_of(tensors, (block,), shared=_used_outside(tensors, operations), split=split)
 
 
 class _Highest:
@@ -201,7 +198,7 @@ def _differentiable(tensors: Tensors, memories: frozenset[int]) -> float:
     return float(sum(tensors.size[number] for number in memories if number in tensors.with_gradient))
 
 
-def _runs(operations: Sequence[Span], dropped: Sequence[Span]) -> list[tuple[bool, list[Span]]]:
+def runs_of(operations: Sequence[Span], dropped: Sequence[Span]) -> list[tuple[bool, list[Span]]]:
     """The neighbouring operations that are all kept or all dropped, in order: (whether they are kept, their spans)."""
     bounds = sorted({bound for span in (*operations, *dropped) for bound in span})
     runs: list[tuple[bool, list[Span]]] = []
@@ -219,21 +216,11 @@ def _runs(operations: Sequence[Span], dropped: Sequence[Span]) -> list[tuple[boo
     return runs
 
 
-def private_parameters(tensors: Tensors, operations: Sequence[Span], dropped: Sequence[Span]) -> frozenset[int]:
+def private_parameters(segments: Segments, operations: Sequence[Span], dropped: Sequence[Span]) -> frozenset[int]:
     """The trained parameters whose gradients the first backward of a stage makes: one run of operations uses each."""
-    found: set[int] = set()
-    for _, spans in _runs(operations, dropped):
+    tensors, found = segments.tensors, set[int]()
+    for _, spans in runs_of(operations, dropped):
         for first, last in spans:
             inside = slice(*np.searchsorted(tensors.state_at, (first, last)))
-            found |= set(tensors.state_of[inside].tolist()) - _used_outside(tensors, spans)
+            found |= set(tensors.state_of[inside].tolist()) - segments.used_outside(spans)
     return frozenset(found)
-
-
-def _used_outside(tensors: Tensors, spans: Sequence[Span]) -> frozenset[int]:
-    """The trained parameters that operations outside of ``spans`` use."""
-    outside = np.ones(len(tensors.state_at), dtype=bool)
-    for first, last in spans:
-        outside[np.searchsorted(tensors.state_at, first) : np.searchsorted(tensors.state_at, last)] = False
-    return (
-        frozenset(tensors.several.intersection(tensors.state_of[outside].tolist())) if tensors.several else frozenset()
-    )

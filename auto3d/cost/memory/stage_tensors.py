@@ -4,8 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from auto3d.cost.memory.parameters import local_spans
-from auto3d.cost.memory.segment import RunBytes, Span
-from auto3d.cost.memory.stage import block_run, stage_runs
+from auto3d.cost.memory.segment import RunTensors, Span, segment_of
+from auto3d.cost.memory.segments import Segments
+from auto3d.cost.memory.stage import runs_of, stage_runs
 from auto3d.cost.memory.tensors import Tensors
 from auto3d.cost.tables import WorkTables, without
 
@@ -22,10 +23,14 @@ class StageTensor:
 
 
 def stage_tensors(
-    tensors: Tensors, operations: Sequence[Span], dropped: Sequence[Span], *, split: bool, block: Span | None
+    segments: Segments, operations: Sequence[Span], dropped: Sequence[Span], *, split: bool, block: Span | None
 ) -> Iterator[StageTensor]:
     """The tensors whose bytes ``stage_memory`` with these arguments counts for a micro-batch."""
-    stage = stage_runs(tensors, operations, dropped, split=split)
+    tensors, stage = segments.tensors, stage_runs(segments, operations, dropped, split=split)
+
+    def held_by(spans: Sequence[Span]) -> RunTensors:
+        return segment_of(tensors, spans, shared=frozenset(), split=split)[1]
+
     for memory in sorted(stage.inputs):
         yield StageTensor(
             count="in_flight",
@@ -34,18 +39,19 @@ def stage_tensors(
             bytes=float(tensors.size[memory]),
             is_received=memory in stage.received,
         )
-    for is_kept, run in stage.runs:
+    for is_kept, spans in runs_of(operations, dropped):
         if is_kept:
-            yield from _saved(tensors, run, "in_flight")
+            yield from _saved(tensors, held_by(spans), "in_flight")
         elif block is None:
-            yield from _saved(tensors, run, "recomputed")
+            yield from _saved(tensors, held_by(spans), "recomputed")
     if block is not None and dropped:
-        yield from _saved(tensors, block_run(tensors, operations, block, split=split), "recomputed")
-    for memory in stage.whole.put_off.tolist():
+        yield from _saved(tensors, held_by((block,)), "recomputed")
+    whole = held_by(operations)
+    for memory in whole.put_off.tolist():
         yield _activation("deferred", tensors.names[memory], tensors.size[memory])
-    yield from _of_later_slices(tensors, stage.whole.positions.tolist())
+    yield from _of_later_slices(tensors, whole.positions.tolist())
     if split:
-        for position in stage.whole.positions.tolist():
+        for position in whole.positions.tolist():
             name = f"gradient of the result of {tensors.operations[position]}"
             yield _activation("deferred", name, tensors.deferred_gradient[position])
 
@@ -80,7 +86,7 @@ def _of_later_slices(tensors: Tensors, positions: Iterable[int]) -> Iterator[Sta
         yield _activation("slice_gradients", name, tensors.slice_gradient[position])
 
 
-def _saved(tensors: Tensors, run: RunBytes, count: str) -> Iterator[StageTensor]:
+def _saved(tensors: Tensors, run: RunTensors, count: str) -> Iterator[StageTensor]:
     for memory in run.held.tolist():
         yield _activation(count, tensors.names[memory], tensors.size[memory])
     for position, size in zip(run.positions.tolist(), run.extra.tolist(), strict=True):

@@ -1,0 +1,90 @@
+"""The bytes of runs of operations of one Graph, each kind of run counted once."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from auto3d.cost.memory.repeats import Repeats, find_repeats
+from auto3d.cost.memory.segment import RunBytes, Span, segment_of
+from auto3d.cost.memory.tensors import Tensors
+
+
+class Segments:
+    """The runs of operations of ``tensors``. Runs of repeated blocks that are alike are counted once."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
+        self._found: dict[tuple[tuple[Span, ...], frozenset[int], bool], RunBytes] = {}
+
+    @property
+    def counted(self) -> int:
+        """The number of runs that were counted so far."""
+        return len(self._found)
+
+    @cached_property
+    def _repeats(self) -> tuple[Repeats, ...]:
+        return find_repeats(self.tensors)
+
+    def repeat_of(self, spans: Sequence[Span]) -> tuple[Repeats, int] | None:
+        """The range of repeated operations in which ``spans`` lie, and the number of periods before them there.
+
+        None if they do not lie in one range.
+        """
+        for one in self._repeats:
+            if spans and one.first <= spans[0][0] and spans[-1][1] <= one.last:
+                return one, (spans[0][0] - one.first) // one.period
+        return None
+
+    def of(self, spans: Sequence[Span], *, shared: frozenset[int], split: bool) -> RunBytes:
+        """The bytes of the operations in ``spans``, as ``segment_of`` counts them."""
+        found = self.repeat_of(spans)
+        if found is None:
+            return self._count(tuple(spans), shared, split)
+        repeats, periods = found
+        here = self._count(earlier(spans, by := periods * repeats.period), frozenset(), split)
+        return here.later(by, periods * repeats.memories, repeats.own) if periods else here
+
+    def _count(self, spans: tuple[Span, ...], shared: frozenset[int], split: bool) -> RunBytes:
+        key = spans, shared, split
+        if key not in self._found:
+            self._found[key], _ = segment_of(self.tensors, spans, shared=shared, split=split)
+        return self._found[key]
+
+    def used_outside(self, spans: Sequence[Span]) -> frozenset[int]:
+        """The trained parameters that several operations use, one of them outside of ``spans``."""
+        return frozenset(
+            number
+            for number, positions in self._several.items()
+            if not all(any(first <= position < last for first, last in spans) for position in positions)
+        )
+
+    def saved_from(self, span: Span) -> np.ndarray:
+        """[operations + 1]: at least what the operations from each one of ``span`` to its end save, in bytes."""
+        tensors, (first, last) = self.tensors, span
+        begin, end = np.searchsorted(tensors.maker, span)
+        stays = (self._first_save[begin:end] < last) | (tensors.last_use[begin:end] >= last)
+        stays &= ~tensors.repeated[begin:end]
+        made = np.bincount(
+            tensors.maker[begin:end][stays] - first, tensors.size[begin:end][stays], minlength=last - first
+        )
+        return np.append(np.cumsum((made + tensors.extra[first:last])[::-1])[::-1], 0.0)
+
+    @cached_property
+    def _first_save(self) -> np.ndarray:
+        """Position of the first operation that saves each memory; behind the last operation if none does."""
+        tensors = self.tensors
+        found = np.full(len(tensors.size), tensors.count)
+        found[tensors.save_of[::-1]] = tensors.save_at[::-1]
+        return found
+
+    @cached_property
+    def _several(self) -> dict[int, list[int]]:
+        """Trained parameter that several operations use -> their positions."""
+        tensors = self.tensors
+        return {number: tensors.state_at[tensors.state_of == number].tolist() for number in sorted(tensors.several)}
+
+
+def earlier(spans: Sequence[Span], by: int) -> tuple[Span, ...]:
+    """``spans``, each so many operations earlier."""
+    return tuple((first - by, last - by) for first, last in spans)
