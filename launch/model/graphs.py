@@ -3,13 +3,11 @@
 They are loaded from the cache, or made and stored there.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from auto3d.capture.cache import Cache
 from auto3d.capture.graph import Graph
 from auto3d.capture.graph_json import graph_from_json, graph_to_json
 from auto3d.cost.share import Share
@@ -17,7 +15,8 @@ from auto3d.partition.merak import Sharding, shard, sharding_from_json
 from auto3d.tensor.local_graph import LocalGraph, local_graph, local_graph_from_json, local_graph_to_json
 from auto3d.tensor_placement import Split
 from launch.model.capture_process import CaptureProcess
-from launch.recipe.load import LoadedRecipe, stored_configuration
+from launch.model.identity import cache_of, identity_of
+from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import UNFUSED
 from launch.recipe.settings import device
 from launch.run.devices import torch_has_cuda
@@ -50,7 +49,7 @@ class PlanningModel:
         """``captured_at`` gives captures that this process needs anyway (default: made here, where they are needed)."""
         self._captured_at, self._programs = captured_at, dict[int, "CapturedModel"]()
         self._recipe = recipe
-        self._cache = Cache()
+        self._cache = cache_of(recipe)
         self._fresh = fresh
         self._process = process
         self._last_slices = lru_cache(1)(self.slice_graphs)  # the slices of a model are asked for one after the other
@@ -261,16 +260,8 @@ class PlanningModel:
         return found
 
     def identity(self, **what: int) -> dict[str, Any]:
-        """Everything in the recipe that the Graph depends on, as a key of the cache; for a factory, also sys.path."""
-        values = asdict(self._recipe.values)
-        model = {key: value for key, value in values["model"].items() if key not in ("weights", "tensor_parallel")}
-        data = {key: value for key, value in values["data"].items() if key != "files"}
-        # The folders of the recipe's code come first here, whether or not it has been imported already.
-        where = list(dict.fromkeys([*self._recipe.code_folders, *sys.path])) if model["factory"] else []
-        training = {"device": device(self._recipe.values), "precision": values["training"]["precision"]}
-        found = {"model": model, "data": data, **training, "where": where, **what}
-        if (stored := stored_configuration(self._recipe.values.model.weights)) is not None:
-            found["stored"] = stored
+        """As ``identity_of``, for the costs of this model's Graphs."""
+        found = identity_of(self._recipe, **what)
         return found if self._fused_attention else {**found, "attention": UNFUSED}
 
 
