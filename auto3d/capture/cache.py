@@ -12,11 +12,13 @@ noticed.
 
 import json
 import os
+import shutil
 import sys
 import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from importlib.machinery import PathFinder
@@ -49,6 +51,10 @@ def default_folder() -> Path:
     return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "auto3d"
 
 
+class StaleEntryError(Exception):
+    """An entry that is not valid here; the message says what differs."""
+
+
 class Cache:
     """Entries in one private folder, written atomically; any number of processes may use it at the same time.
 
@@ -62,23 +68,34 @@ class Cache:
 
     def load(self, identity: Mapping[str, Any], read: Callable[[Any], T]) -> T | None:
         """``read`` applied to the content of the entry of ``identity``; None if there is no valid entry."""
-        key = _key(identity)
-        file = self._file(key)
+        file = self._file(_key(identity))
+        try:
+            content = self.load_copy(file, identity, read)
+            os.utime(file)  # mark it as just used
+        except (OSError, StaleEntryError):
+            return None
+        return content
+
+    def load_copy(self, file: Path, identity: Mapping[str, Any], read: Callable[[Any], T]) -> T:
+        """As ``load``, from ``file``, a copy of an entry that may come from another machine.
+
+        Raises StaleEntryError if it is not valid here, and OSError if it cannot be read.
+        """
         try:
             digest, _, text = file.read_text().partition("\n")
             if digest != _digest(text.encode()):
-                return None
+                raise StaleEntryError("its content is damaged")
             entry = json.loads(text)
-            if entry["key"] != key or any(_file_digest(path) != known for path, known in entry["sources"].items()):
-                return None
-            found = ((file, place_of(name, self._code_folders)) for name, file in entry["modules"].items())
-            if any(place not in ("", file) for file, place in found):
-                return None
-            content = read(entry["content"])
-            os.utime(file)  # mark it as just used
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            return None
-        return content
+            if difference := _difference(entry, identity, self._code_folders):
+                raise StaleEntryError(difference)
+            return read(entry["content"])
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise StaleEntryError(f"its content cannot be read: {error}") from None
+
+    def copy(self, identity: Mapping[str, Any], file: Path) -> None:
+        """Copy the entry of ``identity`` to ``file``, if there is one."""
+        with suppress(FileNotFoundError):
+            shutil.copyfile(self._file(_key(identity)), file)
 
     def store(self, identity: Mapping[str, Any], content: Any) -> None:
         """Store ``content``, made of JSON types, which the currently loaded modules have just computed."""
@@ -111,6 +128,44 @@ class Cache:
 
 def _key(identity: Mapping[str, Any]) -> str:
     return json.dumps([identity, sys.version, _installed(), _engine_digest()], sort_keys=True)
+
+
+def _difference(entry: Mapping[str, Any], identity: Mapping[str, Any], code_folders: Sequence[str]) -> str:
+    """How ``entry`` was made under other circumstances than those of this process; empty if it is valid here."""
+    if entry["key"] != (key := _key(identity)):
+        (_, python, packages, engine), (_, our_python, our_packages, our_engine) = map(json.loads, (entry["key"], key))
+        if python != our_python:
+            return f"Python {our_python.split()[0]} here, {python.split()[0]} there"
+        if packages != our_packages:
+            return _different_packages(our_packages, packages)
+        if engine != our_engine:
+            return "auto3d has another version here than there"
+        return "it is of another model, or of other settings"
+    for path, known in entry["sources"].items():
+        try:
+            same = _file_digest(path) == known
+        except OSError:
+            same = False
+        if not same:
+            return f"the file {path} differs"
+    for name, file in entry["modules"].items():
+        if (place := place_of(name, code_folders)) not in ("", file):
+            return f"the module {name} is {place} here, {file} there"
+    return ""
+
+
+def _different_packages(ours: Sequence[str], theirs: Sequence[str]) -> str:
+    """The packages that differ, torch and transformers before others."""
+    here, there = ({name.partition("-")[0]: name for name in names} for names in (ours, theirs))
+    names = sorted(set(here) | set(there), key=lambda name: (name not in ("torch", "transformers"), name))
+
+    def version(folder: str | None) -> str:
+        return "none" if folder is None else folder.rpartition(".")[0].partition("-")[2]
+
+    first = next((name for name in names if here.get(name) != there.get(name)), None)
+    if first is None:
+        return "other packages are installed here than there"
+    return f"{first} {version(here.get(first))} here, {version(there.get(first))} there"
 
 
 @cache
