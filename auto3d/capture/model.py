@@ -19,6 +19,8 @@ class CapturedModel:
 
     graph: Graph
     exported: ExportedModel
+    at_size: "Callable[[int], CapturedModel] | None" = field(default=None, repr=False, compare=False)
+    """Gives the same model at another micro-batch size; None: it is captured."""
     _others: dict[Hashable, "CapturedModel"] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Captures at other micro-batch sizes and in evaluation mode that were made so far."""
     derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -32,7 +34,8 @@ class CapturedModel:
         if micro_batch_size == self.graph.micro_batch_size:
             return self
         if micro_batch_size not in self._others:
-            self._others[micro_batch_size] = self._capture(micro_batch_size, self.exported.mode)
+            capture = self.at_size or (lambda size: self._capture(size, self.exported.mode))
+            self._others[micro_batch_size] = capture(micro_batch_size)
         return self._others[micro_batch_size]
 
     def in_evaluation(self, outputs: Sequence[str] = (), *, loss: bool = True) -> "CapturedModel":

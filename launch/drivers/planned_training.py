@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +20,7 @@ from auto3d.schedule.order_text import NAME
 from auto3d.search.synthesized import is_sought
 from launch.console.progress import at_work
 from launch.model import candidates
-from launch.model.build import captured_model, use_device
+from launch.model.build import captured_model, stored_model, use_device
 from launch.model.graphs import PlanningModel
 from launch.recipe.data import data_settings
 from launch.recipe.load import LoadedRecipe
@@ -86,8 +86,12 @@ def plan_training(
             candidates.check_memory(recipe, plan, graph_at)
         if not captures_in_ranks:  # otherwise the ranks check it
             check_plan(captured_at(size), plan, settings, data_settings(values))
-    capture = partial(captured_model, recipe, size) if captures_in_ranks else partial(captured_at, size)
-    return PlannedTraining(training_of(recipe, plan, sought=_order_is_sought(wanted)), graph, capture, settings)
+    stored = stored_model(recipe, size) if captures_in_ranks else None  # for a GPU, what another process has captured
+
+    def captured() -> CapturedModel:
+        return stored or (captured_model(recipe, size) if captures_in_ranks else captured_at(size))
+
+    return PlannedTraining(training_of(recipe, plan, sought=_order_is_sought(wanted)), graph, captured, settings)
 
 
 def _order_is_sought(wanted: Plan | PlanRecipe) -> bool:

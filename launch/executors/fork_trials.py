@@ -9,19 +9,16 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 
 import torch
 
-from auto3d.plan import Plan
-from launch.executors.trial import RankCapture, measure
+from launch.executors.trial import measure
 from launch.executors.warm import TrialCall, TrialEnd, how_it_ended, open_logs
-from launch.model.build import capture_for_ranks, captured_model
+from launch.model.build import RankCaptures
 from launch.recipe.load import LoadedRecipe
 from launch.run.devices import show_devices
 from launch.run.ranks import die_with_parent
@@ -41,8 +38,7 @@ def serve(pipe: Connection) -> None:
     """Fork a trial for each call from ``pipe``, and report each end there, until its other end is closed."""
     torch.set_num_threads(1)  # a pool of threads would not outlive a fork; each rank sets its own number
     recipe: LoadedRecipe = pipe.recv()
-    # For GPUs this captures nothing: ranks do so themselves, for after a backward here they could not use their GPUs.
-    capture = partial(capture_for_ranks, recipe, captured_at=cache(partial(captured_model, recipe)))
+    captures = RankCaptures(recipe)
     running: dict[int, _Running] = {}  # by the descriptor that becomes ready when the process ends
     while True:
         now = time.monotonic()
@@ -54,21 +50,21 @@ def serve(pipe: Connection) -> None:
         timeout_s = max(0.0, min(open_deadlines) - now) if open_deadlines else None
         for ready in wait([pipe, *running], timeout_s):
             if isinstance(ready, Connection):
-                one = _fork(recipe, pipe.recv(), capture, pipe)
+                one = _fork(recipe, pipe.recv(), captures, pipe)
                 running[one.process.sentinel] = one
             else:
                 assert isinstance(ready, int)
                 pipe.send(_end_of(running.pop(ready)))
 
 
-def _fork(recipe: LoadedRecipe, call: TrialCall, capture: Callable[[Plan], RankCapture], pipe: Connection) -> _Running:
+def _fork(recipe: LoadedRecipe, call: TrialCall, captures: RankCaptures, pipe: Connection) -> _Running:
     for descriptor, file in enumerate(open_logs(call.log_folder), start=1):  # also of what a capture prints
         with file:
             os.dup2(file.fileno(), descriptor)
     with suppress(Exception):  # the trial meets the same error, and reports it in its measurement
-        capture(call.plan)
+        captures.of_plan(call.plan)
     process = multiprocessing.get_context("fork").Process(
-        target=_run, args=(recipe, call, capture, pipe, os.getpid()), name=call.name
+        target=_run, args=(recipe, call, captures, pipe, os.getpid()), name=call.name
     )
     process.start()
     return _Running(call, process)
@@ -83,14 +79,12 @@ def _end_of(one: _Running) -> TrialEnd:
     return TrialEnd(one.call.name, problem, one.timed_out)
 
 
-def _run(
-    recipe: LoadedRecipe, call: TrialCall, capture: Callable[[Plan], RankCapture], pipe: Connection, parent: int
-) -> None:
+def _run(recipe: LoadedRecipe, call: TrialCall, captures: RankCaptures, pipe: Connection, parent: int) -> None:
     """The life of a trial's process: whatever the end of its ranks is, it writes a measurement."""
     die_with_parent(parent)
     pipe.close()
     show_devices(call.devices)
-    measurement = measure(recipe, call.plan, call.measurement_file.parent, capture=capture)
+    measurement = measure(recipe, call.plan, call.measurement_file.parent, captures=captures)
     write_whole(call.measurement_file, measurement.to_json())
 
 

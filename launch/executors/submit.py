@@ -20,6 +20,7 @@ from submitit.helpers import clean_env
 
 from auto3d.runtime.measurement import Measurement
 from launch.executors.job import run_on_node
+from launch.model.stored_programs import copy_programs
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.words import counted
 from launch.slurm.client import SlurmError, run
@@ -161,6 +162,7 @@ def submit_one(recipe: LoadedRecipe, manifest: Manifest, submission: Submission)
 
     for trial in submission.trials:
         trial.prepare(recipe)
+        copy_programs(recipe, trial.plan, trial.folder)
     calls = [_call(recipe, trial) for trial in submission.trials]
     no_jobs = [""] * len(submission.trials)
     record(State.SUBMITTING, no_jobs)

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.watch import TracedIteration, TraceRequest, Watched
 from auto3d.runtime.world import World
 from launch.console.records import measured_precision
-from launch.model.build import capture_for_ranks
+from launch.model.build import RankCaptures
 from launch.model.data import check_data_fits, training_data
 from launch.model.initial_weights import initial_weights
 from launch.peers.communication import log_communication
@@ -100,13 +99,13 @@ def measure(
     of_all: Callable[[Outcome], Outcome] = lambda outcome: outcome,
     training: TrainingRun | None = None,
     on_report: Callable[[Metrics | TracedIteration], None] = lambda report: None,
-    capture: Callable[[Plan], RankCapture] | None = None,
+    captures: RankCaptures | None = None,
 ) -> Measurement:
     """The measurement of a run of ``plan``: the recipe's warm-up and measured iterations, or the whole ``training``.
 
     All ranks run on this machine, or only those of ``node``, and ``of_all`` turns their outcome into that of all
-    nodes. ``folder`` is private. ``on_report`` receives each iteration of a training. ``capture`` may replace
-    ``capture_for_ranks`` by a function that remembers what it captured.
+    nodes. ``folder`` is private, and may have copies of captured programs; ``captures`` are those that this process
+    has already. ``on_report`` receives each iteration of a training.
     """
     values = recipe.values
     warmup = 0 if training else values.measure.warmup_iterations
@@ -125,7 +124,7 @@ def measure(
     try:
         devices = devices_for(recipe, len(node.ranks) if node else plan.ranks, size=plan.ranks)
         data = training_data(recipe)
-        captured_for = (capture or partial(capture_for_ranks, recipe))(plan)
+        captured_for = (captures or RankCaptures(recipe, folder)).of_plan(plan)
 
         def run(world: World, report: Report) -> tuple[TrainingResult, IterationFlops, Environment]:
             captured = captured_for(world)

@@ -5,7 +5,9 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.world import World
 from auto3d.schedule import samples_at_once
 from launch.model.architecture import architecture, unset_key
+from launch.model.stored_programs import store_program, stored_program
 from launch.recipe.data import data_settings
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
@@ -29,23 +32,51 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from configurat
 LARGE_MODULES = 500  # a capture takes about 8 ms for each module, and importing torch and transformers 4 s
 
 
-def captured_model(recipe: LoadedRecipe, micro_batch_size: int) -> CapturedModel:
-    """The recipe's model, captured for micro-batches of ``micro_batch_size`` samples."""
+def captured_model(
+    recipe: LoadedRecipe, micro_batch_size: int, *, folder: Path | None = None, fresh: bool = False
+) -> CapturedModel:
+    """The recipe's model, captured for micro-batches of ``micro_batch_size`` samples.
+
+    It is read from its copy in ``folder``, or from the cache. If neither has a valid one, or with ``fresh``, it is
+    captured and stored in the cache.
+    """
     if device(recipe.values) == "cpu":
         hide_devices()
     with stdout_to_stderr(), garbage_collection_paused():
         build = build_function(recipe)
-        try:
-            specs = data_settings(recipe.values).input_specs()
-            precision = recipe.values.training.precision
-            return capture(build, specs, micro_batch_size, device=device(recipe.values), precision=precision)
-        except CaptureError as error:
-            if recipe.values.model.architecture and (key := unset_key(recipe, str(error))):
-                problem = f"none given, and the model needs it: give a value, such as 0 for the id of a token ({error})"
-                raise recipe.error(f"model.config.{key}", problem) from None
-            raise
-        except SystemExit as error:
-            raise recipe.error("model", f"its code ended the program: {_summary(error)}") from None
+        captured = None if fresh else stored_program(recipe, micro_batch_size, build, folder)
+        if captured is None:
+            captured = _captured_now(recipe, build, micro_batch_size)
+            store_program(recipe, captured)
+    return replace(captured, at_size=partial(captured_model, recipe, folder=folder, fresh=fresh))
+
+
+def stored_model(recipe: LoadedRecipe, micro_batch_size: int, *, folder: Path | None = None) -> CapturedModel | None:
+    """As ``captured_model``, but None instead of a capture; the model's code is neither imported nor run.
+
+    So a process may read it on a machine with GPUs and fork ranks that use them.
+    """
+
+    def build() -> nn.Module:
+        return build_function(recipe)()
+
+    with garbage_collection_paused():
+        stored = stored_program(recipe, micro_batch_size, build, folder)
+    return None if stored is None else replace(stored, at_size=partial(captured_model, recipe, folder=folder))
+
+
+def _captured_now(recipe: LoadedRecipe, build: Callable[[], nn.Module], micro_batch_size: int) -> CapturedModel:
+    try:
+        specs = data_settings(recipe.values).input_specs()
+        precision = recipe.values.training.precision
+        return capture(build, specs, micro_batch_size, device=device(recipe.values), precision=precision)
+    except CaptureError as error:
+        if recipe.values.model.architecture and (key := unset_key(recipe, str(error))):
+            problem = f"none given, and the model needs it: give a value, such as 0 for the id of a token ({error})"
+            raise recipe.error(f"model.config.{key}", problem) from None
+        raise
+    except SystemExit as error:
+        raise recipe.error("model", f"its code ended the program: {_summary(error)}") from None
 
 
 def is_large(recipe: LoadedRecipe) -> bool:
@@ -58,26 +89,36 @@ def is_large(recipe: LoadedRecipe) -> bool:
     return sum(1 for _ in model.modules()) >= LARGE_MODULES
 
 
-def capture_for_ranks(
-    recipe: LoadedRecipe, plan: Plan, captured_at: Callable[[int], CapturedModel] | None = None
-) -> Callable[[World], CapturedModel]:
-    """A function that gives a rank the recipe's model, captured for the samples that ``plan`` runs at once.
+class RankCaptures:
+    """The recipe's captured model for ranks that this process forks; each size is read or captured once.
 
-    For a CPU it is captured here, also for the slices of replicas, and the ranks that are forked from this process
-    share it. For a GPU each rank captures it: a capture asks the device and runs backwards, and ranks forked after that
-    could not use a GPU. ``captured_at`` may replace ``captured_model`` by a function that remembers what it captured.
+    A copy in ``folder`` comes before the cache.
     """
-    size = samples_at_once(plan)
-    if device(recipe.values) == "cpu":
-        captured = (captured_at or partial(captured_model, recipe))(size)
-        capture_slices(captured, plan)
-        return lambda world: captured
 
-    def capture(world: World) -> CapturedModel:
-        use_device(world.device("cuda"))
-        return captured_model(recipe, size)
+    def __init__(self, recipe: LoadedRecipe, folder: Path | None = None) -> None:
+        self._recipe, self._folder = recipe, folder
+        self._captured_at = cache(partial(captured_model, recipe, folder=folder))
+        self._stored_at = cache(partial(stored_model, recipe, folder=folder))
 
-    return capture
+    def of_plan(self, plan: Plan) -> Callable[[World], CapturedModel]:
+        """A function that gives a rank the model, captured for the samples that ``plan`` runs at once.
+
+        For a CPU it is captured here, also for the slices of replicas, and the forked ranks share it. For a GPU they
+        share what is stored; if nothing is, each captures the model: a capture asks the device and runs backwards, and
+        ranks forked after that could not use a GPU.
+        """
+        size = samples_at_once(plan)
+        if device(self._recipe.values) == "cpu":
+            captured = self._captured_at(size)
+            capture_slices(captured, plan)
+            return lambda world: captured
+        stored = self._stored_at(size)
+
+        def capture(world: World) -> CapturedModel:
+            use_device(world.device("cuda"))
+            return stored or captured_model(self._recipe, size, folder=self._folder)
+
+        return capture
 
 
 def use_device(own: torch.device) -> None:

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from math import prod
 from typing import TYPE_CHECKING
 
-from auto3d.capture.cache import Cache
 from auto3d.capture.graph import Graph
 from auto3d.plan import SUB_PIPELINED, Plan
 from auto3d.runtime.measurement import Status
@@ -16,6 +15,7 @@ from auto3d.schedule import samples_at_once
 from auto3d.schedule.shape import shape_of
 from launch.model.capture_process import CaptureProcess
 from launch.model.graphs import PlanningModel
+from launch.model.identity import cache_of, identity_of
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
 from launch.run.devices import torch_has_cuda, visible_devices
@@ -50,7 +50,7 @@ def why_not(graph: Graph, *, copies: int = 1) -> str:
 
 def is_checked(recipe: LoadedRecipe, graph: Graph, plan: Plan | None = None) -> bool:
     """Whether this capture, or its shards or slices under ``plan``, has already passed the check."""
-    return Cache().load(_identity(recipe, graph, plan), lambda content: content["equal"]) is True
+    return cache_of(recipe).load(_identity(recipe, graph, plan), lambda content: content["equal"]) is True
 
 
 def check(recipe: LoadedRecipe, captured: "CapturedModel") -> str:
@@ -76,7 +76,7 @@ def _check(
         outcome = compare_forked(recipe, captured(), plan, timeout_s=TIMEOUT_S)
     if outcome.status is not Status.OK:
         return _not_compared(graph, f"{outcome.status}, {outcome.error.splitlines()[-1]}", plan)
-    Cache().store(_identity(recipe, graph, plan), {"equal": True})
+    cache_of(recipe).store(_identity(recipe, graph, plan), {"equal": True})
     count = sum(prod(value.shape) for value in graph.parameters.values())
     where = "cuda" if on_gpu else "cpu"
     found = f"{_other(plan)} in its loss and {count:,} gradients, on {where}"
@@ -176,4 +176,4 @@ def _identity(recipe: LoadedRecipe, graph: Graph, plan: Plan | None = None) -> d
         split = {name: asdict(each) for name, each in sorted(plan.split.items())}
         facts |= {"tp": plan.tp, "split": split, "sequence_parallel": plan.sequence_parallel}
         facts |= {"tensor_overlap": plan.tensor_overlap, "slices": shape_of(plan).slices}
-    return PlanningModel(recipe).identity(checked_at=graph.micro_batch_size) | facts
+    return identity_of(recipe, checked_at=graph.micro_batch_size) | facts

@@ -3,13 +3,11 @@
 They are loaded from the cache, or made and stored there.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from auto3d.capture.cache import Cache
 from auto3d.capture.graph import Graph
 from auto3d.capture.graph_json import graph_from_json, graph_to_json
 from auto3d.cost.share import Share
@@ -17,7 +15,8 @@ from auto3d.partition.merak import Sharding, shard, sharding_from_json
 from auto3d.tensor.local_graph import LocalGraph, local_graph, local_graph_from_json, local_graph_to_json
 from auto3d.tensor_placement import Split
 from launch.model.capture_process import CaptureProcess
-from launch.recipe.load import LoadedRecipe, stored_configuration
+from launch.model.identity import cache_of, identity_of
+from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import UNFUSED
 from launch.recipe.settings import device
 from launch.run.devices import torch_has_cuda
@@ -50,12 +49,13 @@ class PlanningModel:
         """``captured_at`` gives captures that this process needs anyway (default: made here, where they are needed)."""
         self._captured_at, self._programs = captured_at, dict[int, "CapturedModel"]()
         self._recipe = recipe
-        self._cache = Cache()
+        self._cache = cache_of(recipe)
         self._fresh = fresh
         self._process = process
         self._last_slices = lru_cache(1)(self.slice_graphs)  # the slices of a model are asked for one after the other
         self._begun: dict[int, CaptureProcess] = {}  # micro-batch size -> the process that makes its Graph
         self._fused_attention = not (predicted and recipe.values.prediction.attention == UNFUSED)
+        self._elsewhere = partial(_planning_model, predicted=not self._fused_attention, fresh=fresh)
         self.captured = False  # whether anything was not in the cache
 
     def graph(self, micro_batch_size: int, *, meanwhile: int | None = None) -> Graph:
@@ -73,7 +73,7 @@ class PlanningModel:
                 self._begin(meanwhile)
             return self.captured_here(size)
 
-        call = partial(_capture_to_json, predicted=not self._fused_attention)
+        call = partial(_capture_to_json, self._elsewhere)
         return self._made(self.identity(graph_at=micro_batch_size), micro_batch_size, graph_from_json, here, call)
 
     def _begin(self, micro_batch_size: int) -> None:
@@ -82,7 +82,7 @@ class PlanningModel:
 
         if is_large(self._recipe):
             process = self._begun[micro_batch_size] = CaptureProcess(daemon=True)
-            process.begin(partial(_graph_to_json, predicted=not self._fused_attention), self._recipe, micro_batch_size)
+            process.begin(partial(_graph_to_json, self._elsewhere), self._recipe, micro_batch_size)
 
     def captured_here(self, micro_batch_size: int) -> Graph:
         """The Graph, captured in this process and stored in the cache."""
@@ -126,7 +126,7 @@ class PlanningModel:
             micro_batch_size,
             _splits_from_json,
             lambda size: self.split_here(size, *degree),
-            partial(_split_to_json, degree),
+            partial(_split_to_json, self._elsewhere, degree),
         )
 
     def split_here(self, micro_batch_size: int, shards: int, sequence_parallel: bool) -> dict[str, Split]:
@@ -153,7 +153,7 @@ class PlanningModel:
             micro_batch_size,
             local_graph_from_json,
             lambda size: self.local_graph_here(size, *degree),
-            partial(_local_to_json, degree, predicted=not self._fused_attention),
+            partial(_local_to_json, self._elsewhere, degree),
         )
 
     def local_graph_here(self, micro_batch_size: int, shards: int, sequence_parallel: bool) -> LocalGraph:
@@ -188,7 +188,7 @@ class PlanningModel:
             micro_batch_size,
             _slices_from_json,
             lambda size: self.slice_graphs_here(size, slices),
-            partial(_slices_to_json, slices, predicted=not self._fused_attention),
+            partial(_slices_to_json, self._elsewhere, slices),
         )
 
     def slice_graphs_here(self, micro_batch_size: int, slices: int) -> tuple[LocalGraph, ...]:
@@ -216,7 +216,7 @@ class PlanningModel:
 
         captured = self._programs.pop(micro_batch_size, None)
         if captured is None:
-            captured = (self._captured_at or partial(captured_model, self._recipe))(micro_batch_size)
+            captured = (self._captured_at or partial(captured_model, self._recipe, fresh=self._fresh))(micro_batch_size)
         self._programs[micro_batch_size] = captured
         for oldest in list(self._programs)[:-_KEPT]:
             del self._programs[oldest]
@@ -261,40 +261,33 @@ class PlanningModel:
         return found
 
     def identity(self, **what: int) -> dict[str, Any]:
-        """Everything in the recipe that the Graph depends on, as a key of the cache; for a factory, also sys.path."""
-        values = asdict(self._recipe.values)
-        model = {key: value for key, value in values["model"].items() if key not in ("weights", "tensor_parallel")}
-        data = {key: value for key, value in values["data"].items() if key != "files"}
-        # The folders of the recipe's code come first here, whether or not it has been imported already.
-        where = list(dict.fromkeys([*self._recipe.code_folders, *sys.path])) if model["factory"] else []
-        training = {"device": device(self._recipe.values), "precision": values["training"]["precision"]}
-        found = {"model": model, "data": data, **training, "where": where, **what}
-        if (stored := stored_configuration(self._recipe.values.model.weights)) is not None:
-            found["stored"] = stored
+        """As ``identity_of``, for the costs of this model's Graphs."""
+        found = identity_of(self._recipe, **what)
         return found if self._fused_attention else {**found, "attention": UNFUSED}
 
 
-def _graph_to_json(recipe: LoadedRecipe, micro_batch_size: int, *, predicted: bool) -> Any:
-    return graph_to_json(_planning_model(recipe, predicted=predicted).graph(micro_batch_size))
+Elsewhere = Callable[[LoadedRecipe], PlanningModel]  # gives the PlanningModel of a recipe in a CaptureProcess
 
 
-def _capture_to_json(recipe: LoadedRecipe, micro_batch_size: int, *, predicted: bool) -> Any:
-    return graph_to_json(_planning_model(recipe, predicted=predicted).captured_here(micro_batch_size))
+def _graph_to_json(model_of: Elsewhere, recipe: LoadedRecipe, micro_batch_size: int) -> Any:
+    return graph_to_json(model_of(recipe).graph(micro_batch_size))
 
 
-def _split_to_json(degree: tuple[int, bool], recipe: LoadedRecipe, micro_batch_size: int) -> Any:
-    split = _planning_model(recipe, predicted=False).split_here(micro_batch_size, *degree)
+def _capture_to_json(model_of: Elsewhere, recipe: LoadedRecipe, micro_batch_size: int) -> Any:
+    return graph_to_json(model_of(recipe).captured_here(micro_batch_size))
+
+
+def _split_to_json(model_of: Elsewhere, degree: tuple[int, bool], recipe: LoadedRecipe, micro_batch_size: int) -> Any:
+    split = model_of(recipe).split_here(micro_batch_size, *degree)
     return {name: asdict(each) for name, each in split.items()}
 
 
-def _local_to_json(degree: tuple[int, bool], recipe: LoadedRecipe, micro_batch_size: int, *, predicted: bool) -> Any:
-    model = _planning_model(recipe, predicted=predicted)
-    return local_graph_to_json(model.local_graph_here(micro_batch_size, *degree))
+def _local_to_json(model_of: Elsewhere, degree: tuple[int, bool], recipe: LoadedRecipe, micro_batch_size: int) -> Any:
+    return local_graph_to_json(model_of(recipe).local_graph_here(micro_batch_size, *degree))
 
 
-def _slices_to_json(slices: int, recipe: LoadedRecipe, micro_batch_size: int, *, predicted: bool) -> Any:
-    model = _planning_model(recipe, predicted=predicted)
-    return [local_graph_to_json(graph) for graph in model.slice_graphs_here(micro_batch_size, slices)]
+def _slices_to_json(model_of: Elsewhere, slices: int, recipe: LoadedRecipe, micro_batch_size: int) -> Any:
+    return [local_graph_to_json(graph) for graph in model_of(recipe).slice_graphs_here(micro_batch_size, slices)]
 
 
 def _slices_from_json(content: Sequence[Any]) -> tuple[LocalGraph, ...]:
@@ -304,11 +297,11 @@ def _slices_from_json(content: Sequence[Any]) -> tuple[LocalGraph, ...]:
 _last: list[tuple[Any, PlanningModel]] = []  # the model of the last call in a CaptureProcess
 
 
-def _planning_model(recipe: LoadedRecipe, *, predicted: bool) -> PlanningModel:
+def _planning_model(recipe: LoadedRecipe, *, predicted: bool, fresh: bool) -> PlanningModel:
     """The recipe's PlanningModel in a CaptureProcess, where one call may need what another has captured."""
-    key = recipe.text, predicted
+    key = recipe.text, predicted, fresh
     if not _last or _last[0][0] != key:
-        _last[:] = [(key, PlanningModel(recipe, predicted=predicted))]
+        _last[:] = [(key, PlanningModel(recipe, predicted=predicted, fresh=fresh))]
     return _last[0][1]
 
 

@@ -80,11 +80,34 @@ def test_content_that_cannot_be_read_is_ignored(kept):
     assert cache.load(IDENTITY, graph_from_json) is None
 
 
-def test_another_version_of_a_package_makes_an_entry_stale(kept, monkeypatch, tmp_path):
-    cache, _ = kept
-    (tmp_path / "installed" / "torch-99.dist-info").mkdir(parents=True)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "installed")])
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A folder of packages, besides those of this process."""
+    folder = tmp_path / "installed"
+    folder.mkdir()
+    monkeypatch.setattr(cache_module, "_PACKAGES", (*cache_module._PACKAGES, str(folder)))
+    cache_module._installed.cache_clear()
+    yield folder
+    cache_module._installed.cache_clear()
+
+
+@pytest.mark.parametrize("package", ["torch-99.dist-info", "transformers-99.dist-info"])
+def test_another_version_of_a_package_makes_an_entry_stale(tmp_path, installed, package):
+    cache = Cache(tmp_path)
+    cache.store(IDENTITY, CONTENT)
+    assert load(cache) == CONTENT
+    (installed / package).mkdir()
+    cache_module._installed.cache_clear()
     assert load(cache) is None
+
+
+def test_packages_are_those_that_the_process_started_with(kept, monkeypatch, tmp_path):
+    """A capture puts the folders of a recipe's code into sys.path; a clone of auto3d is one, with an egg-info."""
+    cache, _ = kept
+    (tmp_path / "mine" / "auto3d.egg-info").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "mine"), *sys.path])
+    cache_module._installed.cache_clear()
+    assert load(cache) == CONTENT
 
 
 @pytest.mark.parametrize("change", ["print('changed')\n", None])
