@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from auto3d.capture.alike import DerivedCalls
 from auto3d.capture.describe import is_random
 from auto3d.capture.export import ExportedModel, module_path
 from auto3d.capture.loss_terms import LossTerms, loss_terms
@@ -105,6 +106,7 @@ class _SliceBuilder:
     slices: int
     number: int
     graph: fx.Graph = field(default_factory=fx.Graph)
+    calls: DerivedCalls = field(init=False)
     operation_of: dict[str, str] = field(default_factory=dict)
     joined: dict[str, str] = field(default_factory=dict)
     masked: set[str] = field(default_factory=set)
@@ -117,6 +119,9 @@ class _SliceBuilder:
     _follows_sequence: set[fx.Node] = field(default_factory=set)  # inputs with a sequence, and all that depends on them
     _rows: dict[fx.Node | None, fx.Node] = field(default_factory=dict)  # mask, or None if the kernel's -> its rows here
     _at: str = ""  # name of the operation of the whole program that is being added
+
+    def __post_init__(self) -> None:
+        self.calls = DerivedCalls(self.graph)
 
     @property
     def _length(self) -> int:
@@ -344,11 +349,7 @@ class _SliceBuilder:
 
     def _new(self, name: str, target: Any, args: tuple, kwargs: dict, origin: fx.Node) -> fx.Node:
         """A node ``name`` that calls ``target``; where it is in the model's code is taken from ``origin``."""
-        node = self.graph.call_function(target, args, kwargs)
-        node.name = name
-        args, kwargs = fx.node.map_arg((args, kwargs), lambda each: each.meta["val"])
-        with torch.enable_grad():
-            node.meta = {**origin.meta, "val": target(*args, **kwargs)}
+        node = self.calls.add(name, target, args, kwargs, origin)
         self.operation_of[node.name] = self._at
         return node
 

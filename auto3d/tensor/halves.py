@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from auto3d.capture.alike import DerivedCalls
 from auto3d.capture.describe import describe, is_random
 from auto3d.capture.model import CapturedModel, garbage_collection_paused
 from auto3d.capture.nodes import args_of
@@ -108,6 +109,7 @@ def _alternative() -> str:
 class _HalvesBuilder:
     model: TensorParallelModel
     graph: fx.Graph = field(default_factory=fx.Graph)
+    calls: DerivedCalls = field(init=False)
     position: dict[str, int] = field(default_factory=dict)  # node -> position in the whole Graph
     placements: dict[str, TensorPlacement] = field(default_factory=dict)  # placements among ranks of the halves
     half_of: dict[str, int] = field(default_factory=dict)
@@ -116,6 +118,9 @@ class _HalvesBuilder:
     _samples: dict[fx.Node, Split] = field(default_factory=dict)  # how the halves divide a value of the model
     _at: int = 0  # position in the whole Graph of what is being added
     _joining: str = ""  # the first operation that needs halves joined
+
+    def __post_init__(self) -> None:
+        self.calls = DerivedCalls(self.graph)
 
     def build(self) -> None:
         exported = self.model.local.exported
@@ -210,7 +215,7 @@ class _HalvesBuilder:
 
     def _gives_halves(self, call: Call, way: Way, target: Any, args: tuple, kwargs: dict) -> bool:
         try:
-            value = _value(target, args, kwargs)
+            value = self.calls.result(target, args, kwargs)
         except RuntimeError:  # the operator refuses the shape of a half
             return False
         values = (value,) if isinstance(value, torch.Tensor) else value
@@ -275,9 +280,7 @@ class _HalvesBuilder:
         self, name: str, target: Callable, args: tuple, kwargs: dict, origin: fx.Node, half: int | None = None
     ) -> fx.Node:
         """A node ``name`` that calls ``target``; where it is in the model's code is taken from ``origin``."""
-        node = self.graph.call_function(target, args, kwargs)
-        node.name = name
-        node.meta = {**origin.meta, "val": _value(target, args, kwargs)}
+        node = self.calls.add(name, target, args, kwargs, origin)
         self.position[name] = self._at
         self._note(node, origin, half)
         return node
@@ -286,12 +289,6 @@ class _HalvesBuilder:
         if half is not None:
             self.half_of[node.name] = half
         self.placements[node.name] = self.model.placements.get(origin.name, WHOLE)
-
-
-def _value(target: Any, args: tuple, kwargs: dict) -> Any:
-    args, kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
-    with torch.enable_grad():
-        return target(*args, **kwargs)
 
 
 def _rule_of(call: Call) -> Rule:
