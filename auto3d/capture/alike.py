@@ -48,21 +48,26 @@ def _result(target: Any, args: tuple, kwargs: dict) -> Any:
 def signature(target: Callable | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
     """All that results and cost of a call depend on. Tensors are given as such, or as the nodes whose values they are,
     and count by shape, strides, type and whether they require a gradient."""
-    return target, _described(args), _described(kwargs)
+    return target, described(args, _value), described(kwargs, _value)
+
+
+def described(argument: Any, of_node: Callable[[fx.Node], Hashable]) -> Hashable:
+    """Arguments of a call as something to compare: nodes as ``of_node`` says, and other tensors without elements."""
+    if isinstance(argument, fx.Node):
+        return fx.Node, of_node(argument)
+    if isinstance(argument, torch.Tensor):
+        return argument.shape, argument.stride(), argument.dtype, argument.requires_grad
+    if isinstance(argument, list | tuple):
+        return tuple([described(each, of_node) for each in argument])
+    if isinstance(argument, dict):
+        return tuple([(name, described(each, of_node)) for name, each in argument.items()])
+    return type(argument), argument  # 1, 1.0 and True are equal, but give results of different types
+
+
+def _value(node: fx.Node) -> Hashable:
+    return described(node.meta["val"], _value)
 
 
 def values_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple, dict]:
     """Arguments with the values of nodes in place of the nodes."""
     return fx.node.map_arg((tuple(args), dict(kwargs)), lambda node: node.meta["val"])
-
-
-def _described(argument: Any) -> Hashable:
-    if isinstance(argument, fx.Node):
-        argument = argument.meta["val"]
-    if isinstance(argument, torch.Tensor):
-        return argument.shape, argument.stride(), argument.dtype, argument.requires_grad
-    if isinstance(argument, list | tuple):
-        return tuple([_described(each) for each in argument])
-    if isinstance(argument, dict):
-        return tuple([(name, _described(each)) for name, each in argument.items()])
-    return type(argument), argument  # 1, 1.0 and True are equal, but give results of different types

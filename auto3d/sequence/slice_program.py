@@ -23,9 +23,9 @@ from auto3d.capture.nodes import args_of
 from auto3d.plan import PlanError
 from auto3d.sequence.operators import CAUSAL_ROWS, WITH_EARLIER
 from auto3d.tensor.halves import DROPOUT_MASK
+from auto3d.tensor.operations import calls_of
 from auto3d.tensor.rules import rule_of
 from auto3d.tensor.rules.call import Axis, Call, Rule, Way
-from auto3d.tensor.ways import calls_of
 from auto3d.tensor_placement import WHOLE, PlacementKind, Split, TensorPlacement
 
 _aten = torch.ops.aten
@@ -194,7 +194,7 @@ class _SliceBuilder:
             return
         target, args, kwargs = call.node.target, call.node.args, call.node.kwargs
         if rule.localise is not None:
-            target, args, kwargs = rule.localise(way, self.slices)
+            target, args, kwargs = rule.localise(call, way, self.slices)
         order = iter(needs)
         args, kwargs = fx.node.map_arg((args, kwargs), lambda node: self._operand(call, node, next(order)))
         made = self._put(call, target, args, kwargs, self._own)

@@ -23,9 +23,9 @@ from auto3d.capture.nodes import args_of
 from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, PlanError
 from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING, conversion_of, split_of
 from auto3d.tensor.model import TensorParallelModel
+from auto3d.tensor.operations import calls_of
 from auto3d.tensor.rules import rule_of
 from auto3d.tensor.rules.call import Axis, Call, Rule, Way
-from auto3d.tensor.ways import calls_of
 from auto3d.tensor_placement import WHOLE, PlacementKind, Split, TensorPlacement, split_along
 
 HALVES = 2
@@ -199,7 +199,7 @@ class _HalvesBuilder:
         target, args, kwargs = call.node.target, call.node.args, call.node.kwargs
         localise = _rule_of(call).localise
         if localise is not None:
-            target, args, kwargs = localise(way, HALVES)
+            target, args, kwargs = localise(call, way, HALVES)
         for half in range(HALVES):
             needs = iter(way.needs)
 
@@ -315,7 +315,7 @@ def _conversion_rule(call: Call) -> Rule:
     together = exchanged.dim if exchanged is not None else -1
     axes = tuple(Axis((d,), (d,)) for d in dims if d != together or blocks[:middle] == blocks[middle:])
 
-    def localise(way: Way, shards: int) -> tuple[Any, tuple, dict]:
+    def localise(call: Call, way: Way, shards: int) -> tuple[Any, tuple, dict]:
         value, ranks, dim, _ = call.node.args
         split = way.needs[0].split
         half = blocks[:middle] if split is not None and split.dim == together else blocks

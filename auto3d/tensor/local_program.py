@@ -164,7 +164,7 @@ class _Builder:
         call, way = operation.call, decision.way
         target, args, kwargs = call.node.target, call.node.args, call.node.kwargs
         if operation.rule.localise is not None and any(need.split is not None for need in (*way.needs, *way.gives)):
-            target, args, kwargs = operation.rule.localise(way, self.shards)
+            target, args, kwargs = operation.rule.localise(call, way, self.shards)
         needs = iter(way.needs)
         operands = iter(call.operands)
 
