@@ -85,24 +85,21 @@ def operations_among(
     ``state`` has the placeholders of parameters and buffers, of which operations write to those in ``written``.
     """
     program = calls[0].node.graph
-    alike, kinds, uses, steps = Numbers(), Numbers(), Numbers(), Numbers()
-    rules: dict[int, Rule] = {}
-    rule_numbers = [alike[call.alike] for call in calls]
-    for call, number in zip(calls, rule_numbers, strict=True):
-        if number not in rules:
-            rules[number] = rule_of(call)
+    ruled = ruled_calls(calls)
+    kinds, uses, steps = Numbers(), Numbers(), Numbers()
     tables = {node for node in program.find_nodes(op="placeholder") if node.name in state and _is_table(node)}
     from_state: set[fx.Node] = set()
     weights = []
-    for call, number in zip(calls, rule_numbers, strict=True):
+    for each in ruled:
+        call, is_product = each.call, each.rule.product
         from_state.update(operand for operand in call.operands if operand.name in state)
-        if len(call.operands) == 1 and call.operands[0] in from_state and not rules[number].product:
+        if len(call.operands) == 1 and call.operands[0] in from_state and not is_product:
             from_state.update(call.result_nodes)
         own = tables.intersection(call.operands)
-        is_view = len(own) == len(call.operands) == 1 and not rules[number].product
+        is_view = len(own) == len(call.operands) == 1 and not is_product
         if is_view:
             tables.update(call.result_nodes)
-        weights.append(frozenset(own) if is_view or rules[number].product else frozenset())
+        weights.append(frozenset(own) if is_view or is_product else frozenset())
     all_weights = frozenset().union(*weights)
     of_samples = made_from_inputs(program, state)
     about: dict[fx.Node, Hashable] = {}
@@ -140,7 +137,7 @@ def operations_among(
         operand_values = tuple([(value(node), node in weights[number]) for node in operands])
         written_to = is_mutable(call.node) and call.operands[0]
         kind = kinds[
-            rule_numbers[number],
+            ruled[number].number,
             (flops or {}).get(call.node.name, 0),
             call.node in of_samples,
             operand_values,
@@ -150,7 +147,7 @@ def operations_among(
         found.append(
             Operation(
                 call=call,
-                rule=rules[rule_numbers[number]],
+                rule=ruled[number].rule,
                 weights=weights[number],
                 operands=operands,
                 results=results,
@@ -173,6 +170,28 @@ def operations_among(
         of_samples=of_samples,
         weights=all_weights,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuledCall:
+    """A call, its rule, and a number that is equal for calls that are alike."""
+
+    call: Call
+    rule: Rule
+    number: int
+
+
+def ruled_calls(calls: Sequence[Call]) -> list[RuledCall]:
+    """``calls`` with their rules; a rule is asked once for calls that are alike."""
+    numbers = Numbers()
+    rules: list[Rule] = []
+    found = []
+    for call in calls:
+        number = numbers[call.alike]
+        if number == len(rules):
+            rules.append(rule_of(call))
+        found.append(RuledCall(call=call, rule=rules[number], number=number))
+    return found
 
 
 def calls_of(program: fx.Graph, copies: Mapping[str, str] | None = None) -> list[Call]:
