@@ -6,13 +6,12 @@ from math import prod
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.export import ExportedModel, is_differentiable, module_path
 from auto3d.capture.graph import Graph, GraphNode, Value
 from auto3d.capture.in_place import is_mutable
 from auto3d.capture.masks import ATTENTION, DROPOUT
-from auto3d.capture.nodes import args_of, target_of
+from auto3d.capture.nodes import args_of, operands_of, target_of
 from auto3d.capture.operation_cost import OperationCosts
 
 CHEAP_FLOPS = 2  # per result element: an outer product of rotary embeddings may be repeated, a matrix product not
@@ -55,13 +54,14 @@ def describe(exported: ExportedModel, *, fused_attention: bool = True) -> Graph:
         if node.op != "call_function" or (node.target is operator.getitem and node.args[0].op == "call_function"):
             continue
         sources = node.all_input_nodes
-        if is_mutable(node):  # it returns the buffer that it writes to
+        random, mutable = is_random(node), is_mutable(node)
+        if mutable:  # it returns the buffer that it writes to
             state_names[node.name] = state_names[node.args[0].name]
         outputs = _outputs(node)
-        if all(source.name in fixed for source in sources) and not is_random(node):
+        if all(source.name in fixed for source in sources) and not random:
             fixed.update((node.name, *(value.name for value in outputs)))
-        cost = cost_of(node.target, *_values_of(node), node.meta["val"])
-        arguments = [leaf.name for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
+        cost = cost_of(node.target, node.args, node.kwargs, node.meta["val"])
+        arguments = [operand.name for operand in operands_of(node)]
         takers = _takers(node)
         saved = [arguments[position] for position in cost.saved_arguments]
         saved_bytes = cost.saved_bytes
@@ -75,7 +75,7 @@ def describe(exported: ExportedModel, *, fused_attention: bool = True) -> Graph:
             elif position in cost.saved_results:
                 saved_bytes += result.nbytes
         cheap = cost.flops <= CHEAP_FLOPS * sum(prod(value.shape) for value in outputs)
-        repeatable = cheap and not is_random(node) and all(from_inputs[source.name] for source in sources)
+        repeatable = cheap and not random and all(from_inputs[source.name] for source in sources)
         from_inputs.update(dict.fromkeys((node.name, *(value.name for value in outputs)), repeatable))
         nodes.append(
             GraphNode(
@@ -91,7 +91,7 @@ def describe(exported: ExportedModel, *, fused_attention: bool = True) -> Graph:
                 saved_bytes=saved_bytes,
                 from_inputs=repeatable,
                 copies=tuple(dict.fromkeys(state_names[s.name] for s in sources if s.name in exported.copies)),
-                is_view=all(argument is not None for argument in cost.alias_of) and not is_mutable(node),
+                is_view=all(argument is not None for argument in cost.alias_of) and not mutable,
             )
         )
     placeholders = {node.name: node.meta["val"] for node in exported.program.find_nodes(op="placeholder")}
@@ -155,7 +155,3 @@ def _takers(node: fx.Node) -> dict[int, fx.Node]:
         return {0: node}
     number_of = [index for index, value in enumerate(node.meta["val"]) if isinstance(value, torch.Tensor)]
     return {number_of.index(args_of(user)[1]): user for user in node.users if target_of(user) is operator.getitem}
-
-
-def _values_of(node: fx.Node) -> tuple[tuple, dict]:
-    return fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])

@@ -153,9 +153,8 @@ class _Analysis:
             return False
         if _argument(node, "target") not in self._from_samples or _argument(node, "weight") in self._from_samples:
             return False
-        return not any(
-            self._mixes(each) for each in _ancestors(node) if each in self._from_samples - self._from_weights
-        )
+        unweighted = self._from_samples - self._from_weights
+        return not any(self._mixes(each) for each in _ancestors(node) if each in unweighted)
 
     def _is_mean_of_all(self, node: fx.Node) -> bool:
         """Whether ``node`` is a mean over a number of places that is always the same."""

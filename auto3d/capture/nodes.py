@@ -25,6 +25,22 @@ def target_of(node: fx.Node) -> Any:
     return node.target
 
 
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments of ``node`` in order, each as often as it occurs."""
+    found: list[fx.Node] = []
+
+    def add(argument: Any) -> None:
+        if isinstance(argument, fx.Node):
+            found.append(argument)
+        elif isinstance(argument, list | tuple):
+            for each in argument:
+                add(each)
+
+    add(node.args)
+    add(tuple(node.kwargs.values()))
+    return found
+
+
 def is_tensor(node: fx.Node) -> bool:
     """Whether the value of ``node`` is one tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)

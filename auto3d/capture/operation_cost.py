@@ -1,6 +1,6 @@
 """The cost of one operator: its FLOPs and what autograd keeps of it, measured on tensors without memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 from warnings import warn
@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from auto3d.capture.alike import signature, values_of
 from auto3d.capture.attention import fused_attention
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -37,23 +38,23 @@ class OperationCosts:
     def __init__(self, device: str, *, fused_attention: bool = True) -> None:
         self._device = device
         self._fused_attention = fused_attention
-        self._known: dict[str, OperationCost] = {}
+        self._known: dict[Hashable, OperationCost] = {}
 
     def __call__(self, target: Callable, args: tuple, kwargs: dict, result: Any) -> OperationCost:
-        """The cost of ``target`` on ``args`` and ``kwargs``, whose tensors are meta tensors.
+        """The cost of ``target`` on ``args`` and ``kwargs``, whose tensors are meta tensors, or nodes that have such.
 
         Arguments that require a gradient make the operator save tensors. If the operator does not run on meta tensors,
         its cost is only the bytes that it moves, it saves all arguments and results, and ``result`` gives the shapes.
         """
-        strides = [tensor.stride() for tensor in _tensors((args, kwargs))]
-        key = f"{target} {args} {kwargs} {strides}"  # meta tensors print only their shape, dtype and requires_grad
+        key = signature(target, args, kwargs)
         if key not in self._known:
+            values, named = values_of(args, kwargs)
             try:
-                self._known[key] = _cost(target, args, kwargs, self._device if self._fused_attention else None)
+                self._known[key] = _cost(target, values, named, self._device if self._fused_attention else None)
             except Exception as error:  # kernels raise errors of any kind
                 problem = f"the cost of {target} is unknown ({type(error).__name__}): only its bytes are counted"
                 warn(problem, stacklevel=2)
-                self._known[key] = _unknown_cost(args, kwargs, result)
+                self._known[key] = _unknown_cost(values, named, result)
         return self._known[key]
 
 

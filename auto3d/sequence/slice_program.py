@@ -6,13 +6,14 @@ values of earlier slices too. What follows from inputs alone, such as positions,
 whole sequence, and the slice takes its places of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from auto3d.capture.alike import DerivedCalls
 from auto3d.capture.describe import is_random
 from auto3d.capture.export import ExportedModel, module_path
 from auto3d.capture.loss_terms import LossTerms, loss_terms
@@ -22,9 +23,8 @@ from auto3d.capture.nodes import args_of
 from auto3d.plan import PlanError
 from auto3d.sequence.operators import CAUSAL_ROWS, WITH_EARLIER
 from auto3d.tensor.halves import DROPOUT_MASK
-from auto3d.tensor.rules import rule_of
+from auto3d.tensor.operations import RuledCall, calls_of, ruled_calls
 from auto3d.tensor.rules.call import Axis, Call, Rule, Way
-from auto3d.tensor.ways import calls_of
 from auto3d.tensor_placement import WHOLE, PlacementKind, Split, TensorPlacement
 
 _aten = torch.ops.aten
@@ -86,25 +86,35 @@ def sequence_inputs(captured: CapturedModel, slices: int) -> dict[str, Split]:
     return {name: Split(1, (length,)) for name in lengths}
 
 
-def slice_program(
-    captured: CapturedModel, sequence: Mapping[str, Split], terms: LossTerms, slices: int, number: int
-) -> SliceProgram:
-    """The program of slice ``number`` of ``slices``; ``sequence`` divides the inputs, ``terms`` are those of the loss.
+def slice_programs(captured: CapturedModel, slices: int) -> Iterator[SliceProgram]:
+    """The program of each of ``slices`` slices of the sequence, in order.
 
-    Raises PlanError for an operation that combines places of the sequence other than by causal attention, and for
-    random numbers other than those of dropout outside of attention.
+    Raises PlanError where no slices can add up to the whole, for an operation that combines places of the sequence
+    other than by causal attention, and for random numbers other than those of dropout outside of attention.
     """
-    return _SliceBuilder(captured.exported, sequence, terms, slices, number).build()
+    terms, sequence = sliceable_terms(captured), sequence_inputs(captured, slices)
+    calls = ruled_calls(calls_of(captured.exported.program))
+    divided: dict[tuple[int, tuple[Split | None, ...]], Division | None] = {}
+    for number in range(slices):
+        yield _SliceBuilder(captured.exported, calls, sequence, terms, slices, number, divided).build()
+
+
+Division = tuple[list[Split | None], list[Split]]  # how slices divide operands (None: not at all) and results
 
 
 @dataclass
 class _SliceBuilder:
     exported: ExportedModel
+    calls: Sequence[RuledCall]
     sequence: Mapping[str, Split]
     terms: LossTerms
     slices: int
     number: int
+    divided: dict[tuple[int, tuple[Split | None, ...]], Division | None]
+    """(number of a call, division of its operands) -> how the slices divide it; the same in all slices."""
     graph: fx.Graph = field(default_factory=fx.Graph)
+    _added: DerivedCalls = field(init=False)
+    _counted: set[str] = field(init=False)  # names of the terms of the loss that count
     operation_of: dict[str, str] = field(default_factory=dict)
     joined: dict[str, str] = field(default_factory=dict)
     masked: set[str] = field(default_factory=set)
@@ -117,6 +127,10 @@ class _SliceBuilder:
     _follows_sequence: set[fx.Node] = field(default_factory=set)  # inputs with a sequence, and all that depends on them
     _rows: dict[fx.Node | None, fx.Node] = field(default_factory=dict)  # mask, or None if the kernel's -> its rows here
     _at: str = ""  # name of the operation of the whole program that is being added
+
+    def __post_init__(self) -> None:
+        self._added = DerivedCalls(self.graph)
+        self._counted = {term.name for term in self.terms.counted}
 
     @property
     def _length(self) -> int:
@@ -132,9 +146,9 @@ class _SliceBuilder:
             if node.name in self.sequence:
                 self._division[node] = self.sequence[node.name]
                 self._follows_sequence.add(node)
-        for call in calls_of(program):
-            self._at = call.node.name
-            self._add(call)
+        for each in self.calls:
+            self._at = each.call.node.name
+            self._add(each)
         loss = next(node for node in program.nodes if node.name == self.exported.loss)
         if loss in self._own:
             raise refused(f"its loss {loss.name} is no mean over places of the sequence")
@@ -147,12 +161,13 @@ class _SliceBuilder:
             masked=frozenset(self.masked),
         )
 
-    def _add(self, call: Call) -> None:
-        """Add what runs ``call`` in this slice."""
+    def _add(self, ruled: RuledCall) -> None:
+        """Add what runs the call in this slice."""
+        call = ruled.call
         runs_in_slices = any(operand in self._own for operand in call.operands)
         divided = any(operand in self._division for operand in call.operands)
         learned = any(node.meta["val"].requires_grad for node in call.result_nodes if _is_tensor(node))
-        counted = call.node.name in {term.name for term in self.terms.counted}
+        counted = call.node.name in self._counted
         if runs_in_slices and (counted or call.node.name in self.terms.constant):
             self._add_mean(call)
             return
@@ -165,17 +180,17 @@ class _SliceBuilder:
         if not runs_in_slices and not (divided and learned):
             args, kwargs = fx.node.map_arg((call.node.args, call.node.kwargs), self._whole.__getitem__)
             self._put(call, call.node.target, args, kwargs, self._whole)
-            if divided and (way := self._divided(call, rule_of(call))) is not None:
+            if divided and (way := self._divided(ruled)) is not None:
                 self._note(call, way[1])
         elif call.node.target is ATTENTION:
             self._add_attention(call)
         else:
-            self._add_own(call)
+            self._add_own(ruled)
 
-    def _add_own(self, call: Call) -> None:
-        """Add ``call`` on the slice's parts of its operands."""
-        rule = rule_of(call)
-        divided = self._divided(call, rule)
+    def _add_own(self, ruled: RuledCall) -> None:
+        """Add the call on the slice's parts of its operands."""
+        call, rule = ruled.call, ruled.rule
+        divided = self._divided(ruled)
         if divided is None:
             raise self._refused(call, "combines places of the sequence")
         needs, gives = divided
@@ -189,7 +204,7 @@ class _SliceBuilder:
             return
         target, args, kwargs = call.node.target, call.node.args, call.node.kwargs
         if rule.localise is not None:
-            target, args, kwargs = rule.localise(way, self.slices)
+            target, args, kwargs = rule.localise(call, way, self.slices)
         order = iter(needs)
         args, kwargs = fx.node.map_arg((args, kwargs), lambda node: self._operand(call, node, next(order)))
         made = self._put(call, target, args, kwargs, self._own)
@@ -198,9 +213,15 @@ class _SliceBuilder:
             if isinstance(value, torch.Tensor) and tuple(value.shape) != given.local_shape(shape, self.slices):
                 raise self._refused(call, _INDIVISIBLE)
 
-    def _divided(self, call: Call, rule: Rule) -> tuple[list[Split | None], list[Split]] | None:
-        """How the slices divide each operand (None: not at all) and each result of ``call``; None if they cannot."""
-        divisions = [self._division.get(operand) for operand in call.operands]
+    def _divided(self, ruled: RuledCall) -> Division | None:
+        """How the slices divide each operand and each result of the call; None if they cannot."""
+        divisions = tuple([self._division.get(operand) for operand in ruled.call.operands])
+        known = ruled.number, divisions
+        if known not in self.divided:
+            self.divided[known] = self._found_division(ruled.call, ruled.rule, divisions)
+        return self.divided[known]
+
+    def _found_division(self, call: Call, rule: Rule, divisions: Sequence[Split | None]) -> Division | None:
         for axis in rule.axes:
             if (way := _along(call, axis, divisions)) is not None:
                 return way
@@ -344,11 +365,7 @@ class _SliceBuilder:
 
     def _new(self, name: str, target: Any, args: tuple, kwargs: dict, origin: fx.Node) -> fx.Node:
         """A node ``name`` that calls ``target``; where it is in the model's code is taken from ``origin``."""
-        node = self.graph.call_function(target, args, kwargs)
-        node.name = name
-        args, kwargs = fx.node.map_arg((args, kwargs), lambda each: each.meta["val"])
-        with torch.enable_grad():
-            node.meta = {**origin.meta, "val": target(*args, **kwargs)}
+        node = self._added.add(name, target, args, kwargs, origin)
         self.operation_of[node.name] = self._at
         return node
 
@@ -356,7 +373,7 @@ class _SliceBuilder:
         return refused(f"{call.operator} of {module_path(call.node) or 'the model'} {reason}")
 
 
-def _along(call: Call, axis: Axis, divisions: list[Split | None]) -> tuple[list[Split | None], list[Split]] | None:
+def _along(call: Call, axis: Axis, divisions: Sequence[Split | None]) -> Division | None:
     """How the operands and the results are divided if ``axis`` is the sequence; None if it is another dimension.
 
     An operand of the whole sequence, such as an embedding of positions, is divided where it has that dimension.

@@ -7,7 +7,7 @@ from auto3d.capture.describe import describe
 from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel, garbage_collection_paused
 from auto3d.plan import StagePlan, stages_at
-from auto3d.sequence.slice_program import sequence_inputs, slice_program, sliceable_terms
+from auto3d.sequence.slice_program import slice_programs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +38,12 @@ class SlicedModel:
 def sliced(captured: CapturedModel, slices: int, *, fused_attention: bool = True) -> SlicedModel:
     """``captured`` in ``slices`` slices of its sequence; ``fused_attention`` is that of ``describe``.
 
-    Raises PlanError where the model does not allow it: see ``slice_program``.
+    Raises PlanError where the model does not allow it: see ``slice_programs``.
     """
-    terms, sequence = sliceable_terms(captured), sequence_inputs(captured, slices)
     position = {node.name: number for number, node in enumerate(captured.graph.nodes)}
     programs, positions = [], []
     with garbage_collection_paused():
-        for number in range(slices):
-            made = slice_program(captured, sequence, terms, slices, number)
+        for made in slice_programs(captured, slices):
             graph = describe(made.exported, fused_attention=fused_attention)
             graph = _counted_in_full(_kept_by_slices(graph, made.joined), made.masked)
             programs.append(CapturedModel(graph=graph, exported=made.exported))
@@ -68,7 +66,12 @@ def _kept_by_slices(graph: Graph, joined: dict[str, str]) -> Graph:
         own = joined.get(name)
         return name if own is None else owner.get(own, own)
 
-    nodes = (replace(node, saves=tuple(dict.fromkeys(map(kept, node.saves)))) for node in graph.nodes)
+    nodes = (
+        node
+        if joined.keys().isdisjoint(node.saves)
+        else replace(node, saves=tuple(dict.fromkeys(map(kept, node.saves))))
+        for node in graph.nodes
+    )
     return replace(graph, nodes=tuple(nodes))
 
 

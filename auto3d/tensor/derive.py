@@ -6,7 +6,7 @@ kept as long as it may still win, so a choice can pay off later (greedy choice d
 collectives in place of 4 for 2 layers).
 
 Layers repeat, so transitions between states are computed once for all operations that are alike in ways, sizes and
-live values. Costs differ from layer to layer, so only they are computed for each operation, as arrays.
+live values, and what follows from the costs of states once for equal costs.
 """
 
 from collections import Counter
@@ -20,18 +20,18 @@ from torch import fx
 from auto3d.capture.in_place import is_mutable
 from auto3d.capture.model import CapturedModel
 from auto3d.tensor.derivation import Converted, Decision, Derivation, ImpossibleSplitError
+from auto3d.tensor.operations import Numbers, Operation, has_gradient, program_operations
 from auto3d.tensor.placement_costs import Operand, PlacementCosts
 from auto3d.tensor.search_states import (
     UNPLACED,
+    LiveStates,
     PartlyConverted,
     PlacementSet,
     RunOption,
-    SearchOperation,
     SearchStep,
-    StatesKey,
     StateTransitions,
 )
-from auto3d.tensor.ways import OperationWays, has_gradient, operations_of
+from auto3d.tensor.ways import OperationWays, operations_of
 from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, PlacementKind, Split, TensorPlacement
 
 STATES = 64  # states that go on after each operation
@@ -84,63 +84,43 @@ class _Search:
     ) -> None:
         exported = captured.exported
         self._operations = tuple(operations)
+        self._program = program_operations(captured)
         self._pinned = pinned
         self._name_of = {**exported.parameters, **exported.buffers}
         self.costs = PlacementCosts(captured, shards, sequence_parallel=sequence_parallel)
-        self._state_names = exported.parameters.keys() | exported.buffers.keys()
         self._written = {name for name, buffer in exported.buffers.items() if buffer in exported.written_buffers}
         self._loss = next(node for node in exported.program.nodes if node.name == exported.loss)
-        self._last_use: dict[fx.Node, int] = {self._loss: len(self._operations)}
-        for number, operation in enumerate(self._operations):
-            for operand in operation.call.operands:
-                self._last_use[operand] = max(number, self._last_use.get(operand, 0))
-        self._weights = frozenset().union(*(operation.weights for operation in self._operations))
         self._about: dict[fx.Node, Operand] = {}
-        self._number_of: dict[PlacementSet, int] = {}
+        self._number_of = Numbers()
         self._sets: list[PlacementSet] = []
-        self._alike_as: dict[tuple, int] = {}
         self._options: dict[tuple, tuple[RunOption, ...]] = {}
-        self._transitions: dict[tuple, StateTransitions] = {}
-        self._numbers_of: dict[StatesKey, int] = {}
+        self._transitions: dict[tuple[int, int, int], StateTransitions] = {}
+        self._keys = Numbers()
         self._debts: dict[tuple[Operand, int], int] = {}
         self._between: dict[tuple[Operand, int, int], float] = {}
 
     def run(self, states: int) -> Derivation:
-        key: StatesKey = ((), ((),))
+        live = LiveStates((), ((),))
+        key = self._keys[live]
         costs = np.zeros(1)  # cost of each state beyond that of the cheapest; whole numbers
         base = 0  # cost of the cheapest state
-        live: list[fx.Node] = []  # the values whose sets of placements make up a state, in its order
         steps: list[SearchStep] = []
-        for number, operation in enumerate(self._operations):
-            operands = tuple(dict.fromkeys(operation.call.operands))
-            first_used = [node for node in operands if node not in live]
-            live += first_used
-            step = SearchOperation(
-                operation=operation,
-                operands=operands,
-                entering=tuple(self._numbered(self._at_first(node)) for node in first_used),
-                places=tuple(live.index(node) for node in operands),
-                staying=tuple(place for place, node in enumerate(operands) if self._last_use[node] > number),
-                results=[node for node in operation.call.result_nodes if self._last_use.get(node, -1) > number],
-            )
-            others = [place for place in range(len(live)) if place not in step.places]
-            live = [live[place] for place in others] + [operands[place] for place in step.staying] + step.results
-            known = self._alike(step), step.entering, step.places, self._number_of_key(key)
+        for operation in self._operations:
+            known = operation.number, operation.operation.step, key
             if known not in self._transitions:
-                values = tuple(map(self._operand, live))
-                self._transitions[known] = self._transitions_of(step, key[1], others, values)
+                self._transitions[known] = self._transitions_of(operation, live.states)
             transitions = self._transitions[known]
-            totals = np.minimum.reduceat(costs[transitions.sources] + transitions.costs, transitions.starts)
-            kept = self._kept(transitions, totals, states)
-            steps.append(SearchStep(transitions, costs, kept))
-            key = self._key(transitions, kept)
-            least = totals[kept].min()
-            costs = totals[kept] - least
-            base += int(least)
-        place = live.index(self._loss)
+            found = costs.tobytes()
+            if found not in transitions.steps:
+                transitions.steps[found] = self._step(transitions, costs, states)
+            step = transitions.steps[found]
+            steps.append(step)
+            key, live, costs = step.key, step.live, step.costs
+            base += step.added
+        place = self._operations[-1].operation.live.index(self._loss)
         finals = [
             (base + int(cost) + _units(prepared.cost), prepared.conversions, number)
-            for number, (state, cost) in enumerate(zip(key[1], costs, strict=True))
+            for number, (state, cost) in enumerate(zip(live.states, costs, strict=True))
             for prepared in self._prepared(
                 self._operand(self._loss), 0, WHOLE, PartlyConverted(0.0, (self._sets[state[place]],))
             )
@@ -148,55 +128,55 @@ class _Search:
         total, conversions, last = min(finals, key=lambda each: each[0])
         return self._derivation(total, [Converted(self._loss, a, b) for _, a, b in conversions], steps, last)
 
-    def _number_of_key(self, key: StatesKey) -> int:
-        """A number for ``key``; numbers are quicker to hash."""
-        return self._numbers_of.setdefault(key, len(self._numbers_of))
-
-    def _key(self, transitions: StateTransitions, kept: np.ndarray) -> StatesKey:
+    def _step(self, transitions: StateTransitions, costs: np.ndarray, states: int) -> SearchStep:
+        totals = np.minimum.reduceat(costs[transitions.sources] + transitions.costs, transitions.bounds[:-1])
+        kept = self._kept(transitions, totals, states)
         found = kept.tobytes()
         if found not in transitions.kept:
-            transitions.kept[found] = transitions.values, tuple(transitions.states[number] for number in kept)
-        return transitions.kept[found]
+            live = LiveStates(transitions.values, tuple([transitions.states[number] for number in kept]))
+            transitions.kept[found] = self._keys[live], live
+        key, live = transitions.kept[found]
+        least = totals[kept].min()
+        return SearchStep(
+            transitions=transitions,
+            costs_before=costs,
+            kept=kept,
+            key=key,
+            live=live,
+            costs=totals[kept] - least,
+            added=int(least),
+        )
 
-    def _transitions_of(
-        self,
-        step: SearchOperation,
-        states: Sequence[tuple[int, ...]],
-        others: Sequence[int],
-        values: tuple[Operand, ...],
-    ) -> StateTransitions:
-        """The transitions from ``states`` by an operation.
-
-        ``values`` are those of the new states, first the ``others`` that the operation does not touch.
-        """
-        alike = self._alike(step)
+    def _transitions_of(self, ways: OperationWays, states: Sequence[tuple[int, ...]]) -> StateTransitions:
+        """The transitions from ``states`` by an operation."""
+        operation = ways.operation
+        entering = tuple([self._numbered(UNPLACED if state else frozenset({WHOLE})) for state in operation.entering])
         after: dict[tuple[int, ...], list[tuple[int, RunOption]]] = {}
         for number, short in enumerate(states):
-            state = short + step.entering
-            placed = tuple([state[place] for place in step.places])
-            options = self._options.get((alike, placed))
+            state = short + entering
+            placed = tuple([state[place] for place in operation.places])
+            known = ways.number, operation.use, placed
+            options = self._options.get(known)
             if options is None:
-                options = self._options[alike, placed] = self._options_of(step, placed)
-            rest = tuple([state[place] for place in others])
+                options = self._options[known] = self._options_of(ways, placed)
+            rest = tuple([state[place] for place in operation.others])
             for option in options:
                 after.setdefault(rest + option.after, []).append((number, option))
         if not after:
-            raise self._impossible(step.operation)
-        ways = [way for found in after.values() for way in found]
-        counts = [len(found) for found in after.values()]
+            raise self._impossible(operation)
+        values = tuple(map(self._operand, operation.live))
+        found = [way for each in after.values() for way in each]
         of_state = [place for place, value in enumerate(values) if value.is_state]
-        weights: dict[tuple[int, ...], int] = {}
+        weights = Numbers()
         return StateTransitions(
-            sources=np.array([source for source, _ in ways]),
-            options=[option for _, option in ways],
-            costs=np.array([float(option.cost) for _, option in ways]),
-            starts=np.cumsum([0, *counts[:-1]]),
+            sources=np.array([source for source, _ in found]),
+            options=[option for _, option in found],
+            costs=np.array([float(option.cost) for _, option in found]),
+            bounds=np.cumsum([0, *(len(each) for each in after.values())]),
             states=list(after),
             debts=np.array([float(sum(map(self._debt, values, state))) for state in after]),
-            weights=[weights.setdefault(tuple([each[p] for p in of_state]), len(weights)) for each in after],
+            weights=[weights[tuple([each[place] for place in of_state])] for each in after],
             values=values,
-            to_others={},
-            kept={},
         )
 
     def _kept(self, transitions: StateTransitions, totals: np.ndarray, states: int) -> np.ndarray:
@@ -265,47 +245,29 @@ class _Search:
     def _derivation(self, total: int, loss: Sequence[Converted], steps: Sequence[SearchStep], last: int) -> Derivation:
         options: list[RunOption] = []
         for step in reversed(steps):
-            ways, state = step.transitions, step.kept[last]
-            first, end = np.append(ways.starts, len(ways.options))[state : state + 2]
-            way = first + int(np.argmin(step.costs[ways.sources[first:end]] + ways.costs[first:end]))
-            last = ways.sources[way]
-            options.append(ways.options[way])
+            way = step.way_to(last)
+            last = int(step.transitions.sources[way])
+            options.append(step.transitions.options[way])
         decisions: list[Decision] = []
         placed: dict[str, TensorPlacement] = {}
-        for operation, option in zip(self._operations, reversed(options), strict=True):
-            operands = tuple(dict.fromkeys(operation.call.operands))
-            converted = tuple(Converted(operands[number], a, b) for number, a, b in option.conversions)
+        for ways, option in zip(self._operations, reversed(options), strict=True):
+            operands = ways.operation.operands
+            converted = tuple([Converted(operands[number], a, b) for number, a, b in option.conversions])
             decisions.append(Decision(option.way, converted))
-            placed.update((operands[number].name, placement) for number, placement in option.chosen)
+            for number, placement in option.chosen:
+                placed[operands[number].name] = placement
         return Derivation(
             operations=self._operations, decisions=tuple(decisions), state=placed, loss=tuple(loss), cost=total / _UNITS
         )
 
     def _numbered(self, placements: PlacementSet) -> int:
         """The number of a set of placements; numbers are quicker to hash than sets."""
-        number = self._number_of.setdefault(placements, len(self._sets))
+        number = self._number_of[placements]
         if number == len(self._sets):
             self._sets.append(placements)
         return number
 
-    def _at_first(self, node: fx.Node) -> PlacementSet:
-        return UNPLACED if node.name in self._state_names else frozenset({WHOLE})
-
-    def _alike(self, step: SearchOperation) -> int:
-        """A number that operations share whose options are the same for equal placements of their operands."""
-        operation, operands = step.operation, step.operands
-        about = (
-            id(operation.ways),  # equal operations share them
-            self.costs.flops(operation),
-            tuple(self.costs.bytes(node) for node in operation.call.result_nodes),
-            tuple(self._operand(node, operation) for node in operands),
-            tuple(operands.index(node) for node in operation.call.operands),
-            step.staying,
-            tuple((operation.call.number_of(node), self._operand(node)) for node in step.results),
-        )
-        return self._alike_as.setdefault(about, len(self._alike_as))
-
-    def _operand(self, node: fx.Node, operation: OperationWays | None = None) -> Operand:
+    def _operand(self, node: fx.Node, operation: Operation | None = None) -> Operand:
         if operation is None and node in self._about:
             return self._about[node]
         call = None if operation is None else operation.call
@@ -314,21 +276,21 @@ class _Search:
             bytes=self.costs.bytes(node),
             dims=node.meta["val"].dim(),
             gradient=has_gradient(node),
-            is_state=node.name in self._state_names,
-            is_weight=node in (self._weights if operation is None else operation.weights),
+            is_state=node.name in self._program.state,
+            is_weight=node in (self._program.weights if operation is None else operation.weights),
             is_written=writes or node.name in self._written,
             is_pinned=node.name in self._pinned,
             pinned=self._pinned.get(node.name),
         )
         return about if operation is not None else self._about.setdefault(node, about)
 
-    def _options_of(self, step: SearchOperation, placed: Sequence[int]) -> tuple[RunOption, ...]:
+    def _options_of(self, ways: OperationWays, placed: Sequence[int]) -> tuple[RunOption, ...]:
         """The options to run an operation: of those that leave the same placements behind, the cheapest."""
-        operation = step.operation
-        about = [self._operand(node, operation) for node in step.operands]
-        numbers = [step.operands.index(node) for node in operation.call.operands]
+        operation = ways.operation
+        about = [self._operand(node, operation) for node in operation.operands]
+        numbers = [operation.operands.index(node) for node in operation.call.operands]
         found: dict[tuple[int, ...], RunOption] = {}
-        for way in operation.ways:
+        for way in ways.ways:
             partway = [
                 PartlyConverted(self.costs.of_way(operation, way), tuple(self._sets[number] for number in placed))
             ]
@@ -336,11 +298,9 @@ class _Search:
                 partway = [
                     extended for each in partway for extended in self._prepared(about[number], number, need, each)
                 ]
-            given = tuple(
-                self._numbered(frozenset({way.gives[operation.call.number_of(node)]})) for node in step.results
-            )
+            given = tuple(self._numbered(frozenset({way.gives[number]})) for number, _ in operation.needed)
             for each in partway:
-                after = tuple(self._numbered(each.available[place]) for place in step.staying) + given
+                after = tuple(self._numbered(each.available[place]) for place in operation.staying) + given
                 cost = _units(each.cost)
                 if after not in found or cost < found[after].cost:
                     found[after] = RunOption(cost, way, after, each.conversions, each.chosen)
@@ -391,10 +351,10 @@ class _Search:
                         found.append((sum(cost for cost in costs if cost is not None), path))
         return found
 
-    def _impossible(self, operation: OperationWays) -> _DeadEndError | ImpossibleSplitError:
+    def _impossible(self, operation: Operation) -> _DeadEndError | ImpossibleSplitError:
         """The error if no way to run ``operation`` remains: state that is split does not fit it."""
         nodes = list(operation.call.operands)
-        free = [node.name for node in nodes if node.name in self._state_names and node.name not in self._pinned]
+        free = [node.name for node in nodes if node.name in self._program.state and node.name not in self._pinned]
         if free:
             return _DeadEndError(free)
         for node in nodes:  # operands, then what they are computed from

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from auto3d.capture.alike import DerivedCalls
 from auto3d.capture.describe import describe, is_random
 from auto3d.capture.model import CapturedModel, garbage_collection_paused
 from auto3d.capture.nodes import args_of
 from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, PlanError
 from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING, conversion_of, split_of
 from auto3d.tensor.model import TensorParallelModel
+from auto3d.tensor.operations import calls_of
 from auto3d.tensor.rules import rule_of
 from auto3d.tensor.rules.call import Axis, Call, Rule, Way
-from auto3d.tensor.ways import calls_of
 from auto3d.tensor_placement import WHOLE, PlacementKind, Split, TensorPlacement, split_along
 
 HALVES = 2
@@ -108,6 +109,7 @@ def _alternative() -> str:
 class _HalvesBuilder:
     model: TensorParallelModel
     graph: fx.Graph = field(default_factory=fx.Graph)
+    calls: DerivedCalls = field(init=False)
     position: dict[str, int] = field(default_factory=dict)  # node -> position in the whole Graph
     placements: dict[str, TensorPlacement] = field(default_factory=dict)  # placements among ranks of the halves
     half_of: dict[str, int] = field(default_factory=dict)
@@ -116,6 +118,9 @@ class _HalvesBuilder:
     _samples: dict[fx.Node, Split] = field(default_factory=dict)  # how the halves divide a value of the model
     _at: int = 0  # position in the whole Graph of what is being added
     _joining: str = ""  # the first operation that needs halves joined
+
+    def __post_init__(self) -> None:
+        self.calls = DerivedCalls(self.graph)
 
     def build(self) -> None:
         exported = self.model.local.exported
@@ -194,7 +199,7 @@ class _HalvesBuilder:
         target, args, kwargs = call.node.target, call.node.args, call.node.kwargs
         localise = _rule_of(call).localise
         if localise is not None:
-            target, args, kwargs = localise(way, HALVES)
+            target, args, kwargs = localise(call, way, HALVES)
         for half in range(HALVES):
             needs = iter(way.needs)
 
@@ -210,7 +215,7 @@ class _HalvesBuilder:
 
     def _gives_halves(self, call: Call, way: Way, target: Any, args: tuple, kwargs: dict) -> bool:
         try:
-            value = _value(target, args, kwargs)
+            value = self.calls.result(target, args, kwargs)
         except RuntimeError:  # the operator refuses the shape of a half
             return False
         values = (value,) if isinstance(value, torch.Tensor) else value
@@ -275,9 +280,7 @@ class _HalvesBuilder:
         self, name: str, target: Callable, args: tuple, kwargs: dict, origin: fx.Node, half: int | None = None
     ) -> fx.Node:
         """A node ``name`` that calls ``target``; where it is in the model's code is taken from ``origin``."""
-        node = self.graph.call_function(target, args, kwargs)
-        node.name = name
-        node.meta = {**origin.meta, "val": _value(target, args, kwargs)}
+        node = self.calls.add(name, target, args, kwargs, origin)
         self.position[name] = self._at
         self._note(node, origin, half)
         return node
@@ -286,12 +289,6 @@ class _HalvesBuilder:
         if half is not None:
             self.half_of[node.name] = half
         self.placements[node.name] = self.model.placements.get(origin.name, WHOLE)
-
-
-def _value(target: Any, args: tuple, kwargs: dict) -> Any:
-    args, kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
-    with torch.enable_grad():
-        return target(*args, **kwargs)
 
 
 def _rule_of(call: Call) -> Rule:
@@ -318,7 +315,7 @@ def _conversion_rule(call: Call) -> Rule:
     together = exchanged.dim if exchanged is not None else -1
     axes = tuple(Axis((d,), (d,)) for d in dims if d != together or blocks[:middle] == blocks[middle:])
 
-    def localise(way: Way, shards: int) -> tuple[Any, tuple, dict]:
+    def localise(call: Call, way: Way, shards: int) -> tuple[Any, tuple, dict]:
         value, ranks, dim, _ = call.node.args
         split = way.needs[0].split
         half = blocks[:middle] if split is not None and split.dim == together else blocks

@@ -1,12 +1,13 @@
 """The program that each rank of a tensor-parallel group runs: local operations, and the conversions between them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from auto3d.capture.alike import DerivedCalls
 from auto3d.capture.describe import is_random
 from auto3d.capture.export import ExportedModel
 from auto3d.capture.nodes import args_of
@@ -52,6 +53,7 @@ class _Builder:
     derivation: Derivation
     shards: int
     graph: fx.Graph = field(default_factory=fx.Graph)
+    calls: DerivedCalls = field(init=False)
     local: dict[tuple[fx.Node, TensorPlacement], fx.Node] = field(default_factory=dict)  # (whole value, placement)
     placement: dict[fx.Node, TensorPlacement] = field(default_factory=dict)  # placement of each value when it is made
     placements: dict[str, TensorPlacement] = field(default_factory=dict)
@@ -59,6 +61,9 @@ class _Builder:
     drawn: set[str] = field(default_factory=set)
     copies: dict[str, list[fx.Node]] = field(default_factory=dict)  # placeholder of a parameter -> those of its copies
     converted: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # (value, its conversion), in order
+
+    def __post_init__(self) -> None:
+        self.calls = DerivedCalls(self.graph)
 
     def build(self) -> LocalProgram:
         program = self.exported.program
@@ -149,7 +154,7 @@ class _Builder:
         source = self._in(node, step.source)
         place = (split.dim, list(split.blocks)) if split is not None else (0, [])
         name = f"{source.name}_{conversion.name}"
-        local = self._call(operator_of(conversion), (source, self.shards, *place), {}, node, name)
+        local = self.calls.add(name, operator_of(conversion), (source, self.shards, *place), {}, node)
         self.operation_of[local.name] = operation
         self._add(node, step.target, local)
         self.converted.append((step.node, local))
@@ -159,7 +164,7 @@ class _Builder:
         call, way = operation.call, decision.way
         target, args, kwargs = call.node.target, call.node.args, call.node.kwargs
         if operation.rule.localise is not None and any(need.split is not None for need in (*way.needs, *way.gives)):
-            target, args, kwargs = operation.rule.localise(way, self.shards)
+            target, args, kwargs = operation.rule.localise(call, way, self.shards)
         needs = iter(way.needs)
         operands = iter(call.operands)
 
@@ -169,7 +174,7 @@ class _Builder:
                 return self._in(argument, next(needs))
             if isinstance(argument, Inner):
                 name = f"{call.node.name}_{argument.name}"
-                inner = self._call(argument.target, localised(argument.args), {}, call.node, name)
+                inner = self.calls.add(name, argument.target, localised(argument.args), {}, call.node)
                 self.operation_of[inner.name] = call.node.name
                 return inner
             if isinstance(argument, list | tuple):
@@ -179,7 +184,7 @@ class _Builder:
             return argument
 
         args, kwargs = localised(tuple(args)), localised(dict(kwargs))
-        local = self._call(target, args, kwargs, call.node, call.node.name)
+        local = self.calls.add(call.node.name, target, args, kwargs, call.node)
         self.operation_of[local.name] = call.node.name
         if is_random(call.node) and any(given.split is not None for given in way.gives):
             self.drawn.add(local.name)
@@ -192,14 +197,3 @@ class _Builder:
             taken.name = node.name
             taken.meta = {**node.meta, "val": local.meta["val"][number]}
             self._add(node, way.gives[number], taken)
-
-    def _call(self, target: Callable | str, args: tuple, kwargs: dict, origin: fx.Node, name: str) -> fx.Node:
-        """A node that calls ``target``; where it is in the model's code is taken from ``origin``."""
-        assert callable(target)
-        local = self.graph.call_function(target, args, kwargs)
-        local.name = name
-        args, kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
-        with torch.enable_grad():
-            value = target(*args, **kwargs)
-        local.meta = {**origin.meta, "val": value}
-        return local

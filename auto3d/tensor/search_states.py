@@ -1,13 +1,11 @@
 """The states that the search for placements goes through, and the ways between them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-from torch import fx
 
 from auto3d.tensor.placement_costs import Operand
 from auto3d.tensor.rules.call import Way
-from auto3d.tensor.ways import OperationWays
 from auto3d.tensor_placement import TensorPlacement
 
 PlacementSet = frozenset[TensorPlacement]  # the placements in which a value exists
@@ -26,7 +24,12 @@ class RunOption:
     chosen: tuple[tuple[int, TensorPlacement], ...]  # operand -> placement, for state that is used the first time
 
 
-StatesKey = tuple[tuple[Operand, ...], tuple[tuple[int, ...], ...]]  # values, and states that go on
+@dataclass(frozen=True, slots=True)
+class LiveStates:
+    """The states that go on after an operation: the values whose sets of placements make up each, and those sets."""
+
+    values: tuple[Operand, ...]
+    states: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,34 +39,40 @@ class StateTransitions:
     sources: np.ndarray  # numbers of the states before, [ways]
     options: list[RunOption]  # [ways]
     costs: np.ndarray  # [ways]
-    starts: np.ndarray  # number of the first way to each state after, [states]
+    bounds: np.ndarray  # number of the first way to each state after, and the number of ways, [states + 1]
     states: list[tuple[int, ...]]
     debts: np.ndarray  # cost of reducing all values that are only partial, [states]
     weights: list[int]  # states with equal numbers place weights that are used again alike, [states]
     values: tuple[Operand, ...]
-    to_others: dict[int, np.ndarray]  # state -> cost of conversions to each, [states]; filled when first needed
-    kept: dict[bytes, StatesKey]  # numbers of the states that go on -> key
-
-
-@dataclass(frozen=True, slots=True)
-class SearchStep:
-    """How the states after an operation are reached."""
-
-    transitions: StateTransitions
-    costs: np.ndarray  # costs of the states before
-    kept: np.ndarray  # numbers of the states that go on
+    to_others: dict[int, np.ndarray] = field(default_factory=dict)
+    """State -> cost of conversions to each, [states]; filled when first needed."""
+    kept: dict[bytes, tuple[int, LiveStates]] = field(default_factory=dict)
+    """Numbers of the states that go on -> those states, and a number for them."""
+    steps: dict[bytes, "SearchStep"] = field(default_factory=dict)
+    """Costs of the states before -> what follows; layers come to the same costs again and again."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchOperation:
-    """One operation of the program as the search sees it: places are those in a state."""
+class SearchStep:
+    """How the states after an operation are reached from those before it, which have certain costs."""
 
-    operation: OperationWays
-    operands: tuple[fx.Node, ...]  # without repetitions
-    entering: tuple[int, ...]  # sets of placements of the operands that are used the first time
-    places: tuple[int, ...]  # places of the operands
-    staying: tuple[int, ...]  # numbers of the operands that are used again
-    results: list[fx.Node]  # those that are used
+    transitions: StateTransitions
+    costs_before: np.ndarray
+    kept: np.ndarray  # numbers of the states that go on
+    key: int  # a number for those states
+    live: LiveStates
+    costs: np.ndarray  # their costs, beyond that of the cheapest
+    added: int  # cost of the cheapest
+    ways: dict[int, int] = field(default_factory=dict)  # state that goes on -> the cheapest way to it
+
+    def way_to(self, state: int) -> int:
+        """The number of the cheapest way to the ``state`` that goes on."""
+        if state not in self.ways:
+            ways = self.transitions
+            first, end = ways.bounds[self.kept[state]], ways.bounds[self.kept[state] + 1]
+            costs = self.costs_before[ways.sources[first:end]] + ways.costs[first:end]
+            self.ways[state] = int(first + np.argmin(costs))
+        return self.ways[state]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,47 @@
 """All ways to run each operation of a program on every rank, from the rules of their operators."""
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import fx
 
 from auto3d.capture.model import CapturedModel
-from auto3d.capture.nodes import args_of, target_of
-from auto3d.tensor.rules import rule_of
+from auto3d.tensor.operations import (
+    Numbers,
+    Operation,
+    ProgramOperations,
+    has_gradient,
+    operations_among,
+    program_operations,
+)
 from auto3d.tensor.rules.call import Axis, Call, Rule, Way, scaled
 from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, PlacementKind, Split, TensorPlacement
 
 _MOST = 4  # splits of one dimension that are tried; models need one or two
+_NONE = 0  # number of no splits, for a value that is not pinned
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperationWays:
     """One operation and the ways to run it."""
 
-    call: Call
-    rule: Rule
+    operation: Operation
     ways: tuple[Way, ...]
-    weights: frozenset[fx.Node]
-    """Operands of a product, or of a view, that are real state of two dimensions or more, or views of such."""
+    number: int  # equal for operations of one kind that have the same ways
+
+    @property
+    def call(self) -> Call:
+        return self.operation.call
+
+    @property
+    def rule(self) -> Rule:
+        return self.operation.rule
+
+    @property
+    def weights(self) -> frozenset[fx.Node]:
+        return self.operation.weights
 
 
 def operations_of(
@@ -34,198 +52,87 @@ def operations_of(
     Parameters and buffers that are ``pinned``, by the names of their placeholders, have this Split, or none; all others
     may be split in every way that makes sense.
     """
-    exported = captured.exported
-    state = exported.parameters.keys() | exported.buffers.keys()
-    sequences = exported.micro_batch_size if sequence_parallel else None
-    return _Ways(calls_of(exported.program, exported.copies), state, shards, pinned, sequences).operations()
+    sequences = captured.exported.micro_batch_size if sequence_parallel else None
+    return _Ways(program_operations(captured), shards, pinned, sequences).operations()
 
 
 def ways_of_call(call: Call, shards: int, possible: Mapping[fx.Node, Iterable[Split]]) -> tuple[Rule, tuple[Way, ...]]:
     """The rule of one call and all ways that it gives if its operands can be split as ``possible`` says."""
-    ways = _Ways([call], frozenset(), shards, {}, None)
-    return rule_of(call), ways.of_call(call, rule_of(call), possible)
+    program = operations_among([call])
+    (operation,) = program.operations
+    return operation.rule, _Ways(program, shards, {}, None).of_operation(operation, possible)
 
 
-def calls_of(program: fx.Graph, copies: Mapping[str, str] | None = None) -> list[Call]:
-    """The operations of ``program`` in order; nodes that take one result out of several are none.
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """A split that an operation could use of one of its operands."""
 
-    ``copies`` are those of an ExportedModel; without them, they are operands like any others.
-    """
-    placeholders = {node.name: node for node in program.find_nodes(op="placeholder")}
-    parameter_of = {placeholders[copy]: placeholders[parameter] for copy, parameter in (copies or {}).items()}
-    return [
-        Call(node, parameter_of)
-        for node in program.nodes
-        if node.op == "call_function" and not (target_of(node).__name__ == "getitem" and len(args_of(node)) == 2)
-    ]
-
-
-def has_gradient(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def made_from_inputs(program: fx.Graph, state: Set[str]) -> set[fx.Node]:
-    """The inputs of ``program``, which are its placeholders apart from ``state``, and all that depends on them."""
-    found: set[fx.Node] = set()
-    for node in program.nodes:
-        if (node.op == "placeholder" and node.name not in state) or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+    split: Split
+    if_none: bool  # only where no other split of this dimension is wanted
 
 
 class _Ways:
     def __init__(
-        self,
-        calls: list[Call],
-        state: Set[str],
-        shards: int,
-        pinned: Mapping[str, Split | None],
-        samples: int | None,
+        self, program: ProgramOperations, shards: int, pinned: Mapping[str, Split | None], samples: int | None
     ) -> None:
         """``samples`` is the size of the dimension before a sequence's, if sequences may be split."""
-        self._calls = calls
-        self._state = state
+        self._program = program
         self._shards = shards
         self._pinned = pinned
         self._samples = samples
-        self._rules = [rule_of(call) for call in self._calls]
-        self._of_samples = made_from_inputs(calls[0].node.graph, state) if samples is not None else set()
         # Value -> its possible splits. Those of state come from what the model later does with the result.
-        self._possible: dict[fx.Node, dict[Split, None]] = {}
-        self._tables: set[fx.Node] = set()  # real state of two dimensions or more, and its views
-        self._found: dict[tuple, tuple[Way, ...]] = {}  # ways of equal calls
+        self._possible: dict[fx.Node, tuple[Split, ...]] = {}
 
     def operations(self) -> tuple[OperationWays, ...]:
-        wanted = self._wanted()
-        for node in self._calls[0].node.graph.find_nodes(op="placeholder"):
-            if node.name not in self._state:
-                continue
-            if node.meta["val"].dim() > 1 and node.meta["val"].is_floating_point():
-                self._tables.add(node)
-            if node.name in self._pinned:
-                split = self._pinned[node.name]
-                self._possible[node] = {} if split is None else {split: None}
-            else:
-                self._possible[node] = dict.fromkeys(wanted.get(node, ()))
+        state = [node for node in self._graph.find_nodes(op="placeholder") if node.name in self._program.state]
+        free = any(node.name not in self._pinned for node in state)
+        wanted = _Wanted(self._program, self._shards).splits() if free else {}
+        numbers = Numbers({(False, ()): _NONE})  # (whether pinned, possible splits) -> number
+        number_of: dict[fx.Node, int] = {}
+        for node in state:
+            is_pinned = node.name in self._pinned
+            split = self._pinned.get(node.name)
+            self._possible[node] = (() if split is None else (split,)) if is_pinned else wanted.get(node, ())
+            number_of[node] = numbers[is_pinned, self._possible[node]]
+        known: dict[tuple, tuple[int, tuple[Way, ...], list[tuple[tuple[Split, ...], int]]]] = {}
         found = []
-        for call, rule in zip(self._calls, self._rules, strict=True):
-            alike = self._alike(call)
-            if alike not in self._found:
-                self._found[alike] = tuple(dict.fromkeys(self._ways_of(call, rule)))
-            ways = self._found[alike]
-            for number, node in self._numbered_results(call):
-                splits = [way.gives[number].split for way in ways]
-                self._possible[node] = {each: None for each in splits if each is not None}
-                self._add_sequence(node)
-            found.append(OperationWays(call=call, rule=rule, ways=ways, weights=self._weights_of(call, rule)))
+        for operation in self._program.operations:
+            alike = operation.kind, *[number_of.get(node, _NONE) for node in operation.operands]
+            if alike not in known:
+                ways = tuple(dict.fromkeys(self._ways_of(operation)))
+                possible = [self._splits_given(ways, number, node) for number, node in operation.results]
+                known[alike] = len(known), ways, [(splits, numbers[False, splits]) for splits in possible]
+            number, ways, given = known[alike]
+            for (_, node), (splits, number_of_splits) in zip(operation.results, given, strict=True):
+                self._possible[node] = splits
+                number_of[node] = number_of_splits
+            found.append(OperationWays(operation=operation, ways=ways, number=number))
         return tuple(found)
 
-    def _alike(self, call: Call) -> tuple:
-        """All that the ways of ``call`` depend on. Layers repeat, so most calls are like an earlier one."""
-        operands = {node: number for number, node in enumerate(dict.fromkeys(call.operands))}
-        arguments = fx.node.map_arg(
-            (call.node.args, call.node.kwargs), lambda node: f"operand {operands[call.operand(node)]}"
-        )
-        about = tuple(
-            (
-                node.meta["val"].shape,
-                node.meta["val"].dtype,
-                node.meta["val"].requires_grad,
-                node.name in self._state,
-                node.name in self._pinned,
-                tuple(self._possible.get(node, ())),
-            )
-            for node in operands
-        )
-        taken = tuple((number, has_gradient(node)) for number, node in self._numbered_results(call))
-        return str(call.node.target), repr(arguments), about, taken
+    def of_operation(self, operation: Operation, possible: Mapping[fx.Node, Iterable[Split]]) -> tuple[Way, ...]:
+        self._possible = {node: tuple(splits) for node, splits in possible.items()}
+        return tuple(dict.fromkeys(self._ways_of(operation)))
 
-    def of_call(self, call: Call, rule: Rule, possible: Mapping[fx.Node, Iterable[Split]]) -> tuple[Way, ...]:
-        self._possible.update({node: dict.fromkeys(splits) for node, splits in possible.items()})
-        return tuple(dict.fromkeys(self._ways_of(call, rule)))
+    @cached_property
+    def _graph(self) -> fx.Graph:
+        return self._program.operations[0].call.node.graph
 
-    def _weights_of(self, call: Call, rule: Rule) -> frozenset[fx.Node]:
-        """The weights among the operands of ``call``; notes which results are views of weights."""
-        tables = frozenset(each for each in call.operands if each in self._tables)
-        is_view = len(tables) == len(call.operands) == 1 and not rule.product
-        if is_view:
-            self._tables.update(call.result_nodes)
-        return tables if is_view or rule.product else frozenset()
+    def _splits_given(self, ways: Sequence[Way], number: int, node: fx.Node) -> tuple[Split, ...]:
+        """The possible splits of ``node``, result ``number`` of an operation with these ways.
 
-    def _numbered_results(self, call: Call) -> list[tuple[int, fx.Node]]:
-        return [(call.number_of(node), node) for node in call.result_nodes]
-
-    def _add_sequence(self, node: fx.Node) -> None:
-        """Under sequence parallelism, [samples, sequence, width] may be split along its sequence."""
+        Under sequence parallelism, [samples, sequence, width] may be split along its sequence.
+        """
+        splits = [split for way in ways if (split := way.gives[number].split) is not None]
         shape = tuple(node.meta["val"].shape)
-        is_sequence = len(shape) == 3 and shape[0] == self._samples and node in self._of_samples
+        is_sequence = len(shape) == 3 and shape[0] == self._samples and node in self._program.of_samples
         if is_sequence and has_gradient(node) and shape[1] % self._shards == 0:
-            self._possible[node].setdefault(Split(1, (shape[1],)))
+            splits.append(Split(1, (shape[1],)))
+        return tuple(dict.fromkeys(splits))
 
-    def _wanted(self) -> dict[fx.Node, dict[Split, None]]:
-        """The splits of each value that later operations could use, found from the last operation to the first."""
-        wanted: dict[fx.Node, dict[Split, None]] = {}
-        tables = self._state_and_views()
-
-        def add(node: fx.Node, split: Split) -> None:
-            padded = split.padding(self._shards) > 0
-            if not padded or len(split.blocks) == 1:
-                of_dim = [each for each in wanted.get(node, ()) if each.dim == split.dim]
-                if len(of_dim) < _MOST:
-                    wanted.setdefault(node, {}).setdefault(split)
-
-        for call, rule in reversed(list(zip(self._calls, self._rules, strict=True))):
-            for way in rule.special:
-                for operand, need in zip(call.operands, way.needs, strict=True):
-                    if need.split is not None:
-                        add(operand, need.split)
-            for number, node in self._numbered_results(call):
-                shape = call.results[number]
-                if rule.carry_back is not None:  # a dimension that a view makes can be split by itself
-                    for dim, size in enumerate(shape):
-                        if size % self._shards == 0 and size > 1:
-                            wanted.setdefault(node, {}).setdefault(Split(dim, (size,)))
-                for split in wanted.get(node, ()):
-                    if rule.carry_back is not None:
-                        back = rule.carry_back(number, split)
-                        if back is not None and self._carried(split, back):
-                            add(call.operands[0], back)
-                    for axis in rule.axes:
-                        if axis.results[number] == split.dim:
-                            for operand, place in zip(call.operands, axis.operands, strict=True):
-                                if place is not None:
-                                    size = operand.meta["val"].shape[place]
-                                    blocks = scaled(split.blocks, shape[split.dim], size)
-                                    if blocks is not None:
-                                        add(operand, Split(place, blocks))
-            if rule.product:  # weights can be split along any axis
-                for axis in rule.axes:
-                    for operand, place in zip(call.operands, axis.operands, strict=True):
-                        if place is not None and operand in tables:
-                            of_dim = [each for each in wanted.get(operand, ()) if each.dim == place]
-                            if not of_dim:
-                                add(operand, Split(place, (operand.meta["val"].shape[place],)))
-        return wanted
-
-    def _state_and_views(self) -> set[fx.Node]:
-        """State, and what is computed from one tensor of it alone."""
-        found: set[fx.Node] = set()
-        for call, rule in zip(self._calls, self._rules, strict=True):
-            found.update(operand for operand in call.operands if operand.name in self._state)
-            if len(call.operands) == 1 and call.operands[0] in found and not rule.product:
-                found.update(call.result_nodes)
-        return found
-
-    def _carried(self, split: Split, other: Split) -> bool:
-        """Whether a split that a view turns into ``other`` stays even, or keeps its padding where it was."""
-        if split.padding(self._shards):
-            return split.blocks == other.blocks
-        return not other.padding(self._shards)
-
-    def _ways_of(self, call: Call, rule: Rule) -> Iterator[Way]:
+    def _ways_of(self, operation: Operation) -> Iterator[Way]:
+        call, rule = operation.call, operation.rule
         copied = tuple(COPIED if has_gradient(operand) else WHOLE for operand in call.operands)
-        results = self._result_gradients(call)
+        results = self._result_gradients(operation)
         yield Way((WHOLE,) * len(call.operands), (WHOLE,) * len(results))
         if COPIED in copied:
             yield Way(copied, tuple(COPIED if gradient else WHOLE for gradient in results))
@@ -234,14 +141,14 @@ class _Ways:
                 needs = tuple(PARTIAL if number in together else each for number, each in enumerate(copied))
                 yield Way(needs, (PARTIAL,) * len(results))
         for axis in rule.axes:
-            for blocks in self._blocks_along(call, rule, axis):
+            for blocks in self._blocks_along(operation, axis):
                 way = self._along(call, axis, blocks, copied, results)
                 if way is not None:
                     yield way
         if rule.carry is not None:
             for split in self._possible.get(call.operands[0], ()):
                 carried = rule.carry(split)
-                if carried is not None and all(self._carried(split, each) for each in carried):
+                if carried is not None and all(_carried(split, each, self._shards) for each in carried):
                     gives = tuple(_split(each) for each in carried)
                     for others in (
                         copied[1:],
@@ -253,24 +160,25 @@ class _Ways:
         for way in rule.special:
             yield way
 
-    def _result_gradients(self, call: Call) -> list[bool]:
-        value = call.node.meta["val"]
+    def _result_gradients(self, operation: Operation) -> list[bool]:
+        value = operation.call.node.meta["val"]
         if isinstance(value, torch.Tensor):
             return [value.requires_grad]
         gradients = [isinstance(each, torch.Tensor) and each.requires_grad for each in value]
-        for number, node in self._numbered_results(call):
+        for number, node in operation.results:
             gradients[number] = has_gradient(node)
         return gradients
 
-    def _blocks_along(self, call: Call, rule: Rule, axis: Axis) -> Iterable[tuple[int, ...]]:
+    def _blocks_along(self, operation: Operation, axis: Axis) -> Iterable[tuple[int, ...]]:
         """The blocks in which the first operand that has ``axis`` can be split along it."""
+        call = operation.call
         first = next(number for number, dim in enumerate(axis.operands) if dim is not None)
         size = call.shapes[first][axis.operands[first] or 0]
         found: dict[tuple[int, ...], None] = {}
         for number, dim in enumerate(axis.operands):
             operand = call.operands[number]
-            is_free = operand.name in self._state and operand.name not in self._pinned
-            if dim is None or (is_free and not self._decides(call, rule)):
+            is_free = operand.name in self._program.state and operand.name not in self._pinned
+            if dim is None or (is_free and not self._decides(operation)):
                 continue
             for split in self._possible.get(operand, ()):
                 if split.dim == dim:
@@ -279,9 +187,10 @@ class _Ways:
                         found.setdefault(blocks)
         return list(found)[:_MOST]
 
-    def _decides(self, call: Call, rule: Rule) -> bool:
-        """Whether ``call`` may decide how its state is split: a product, or a view of a weight."""
-        return rule.product or (len(call.operands) == 1 and call.operands[0] in self._tables)
+    def _decides(self, operation: Operation) -> bool:
+        """Whether ``operation`` may decide how its state is split: a product, or a view of a weight."""
+        operands = operation.call.operands
+        return operation.rule.product or (len(operands) == 1 and operands[0] in self._program.tables)
 
     def _along(
         self,
@@ -332,6 +241,100 @@ class _Ways:
         if all(each):
             blocks = tuple(block for splits in each for block in splits[0].blocks)
             yield Way(tuple(_split(splits[0]) for splits in each), (_split(Split(along, blocks)),))
+
+
+class _Wanted:
+    """Finds the splits of each value that later operations could use, from the last operation to the first."""
+
+    def __init__(self, program: ProgramOperations, shards: int) -> None:
+        self._program = program
+        self._shards = shards
+        self._numbers = Numbers({(): _NONE})  # splits of one value -> number
+        self._splits: list[tuple[Split, ...]] = [()]  # number -> splits
+        self._wishes: list[_Wish] = []
+        self._wish_numbers = Numbers()
+        self._extended: dict[tuple[int, int], int] = {}  # (splits, wish) -> splits
+
+    def splits(self) -> dict[fx.Node, tuple[Split, ...]]:
+        wanted: dict[fx.Node, int] = {}
+        known: dict[tuple, tuple[list[int], list[tuple[int, int]]]] = {}
+        for operation in reversed(self._program.operations):
+            alike = operation.kind, *[wanted.get(node, _NONE) for _, node in operation.results]
+            if alike not in known:
+                known[alike] = self._of_operation(operation, list(alike[1:]))
+            results, wishes = known[alike]
+            for (_, node), number in zip(operation.results, results, strict=True):
+                wanted[node] = number
+            for operand, wish in wishes:
+                node = operation.call.operands[operand]
+                wanted[node] = self._extend(wanted.get(node, _NONE), wish)
+        return {node: self._splits[number] for node, number in wanted.items()}
+
+    def _numbered(self, splits: tuple[Split, ...]) -> int:
+        number = self._numbers[splits]
+        if number == len(self._splits):
+            self._splits.append(splits)
+        return number
+
+    def _extend(self, number: int, wish_number: int) -> int:
+        """The number of the splits ``number`` after a wish, of which there are at most ``_MOST`` for one dimension."""
+        known = number, wish_number
+        if known not in self._extended:
+            splits, wish = self._splits[number], self._wishes[wish_number]
+            of_dim = sum(each.dim == wish.split.dim for each in splits)
+            is_new = wish.split not in splits and of_dim < (1 if wish.if_none else _MOST)
+            self._extended[known] = self._numbered((*splits, wish.split)) if is_new else number
+        return self._extended[known]
+
+    def _of_operation(self, operation: Operation, results: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+        """(wanted splits of the results, given those of later operations; wishes for operands), all by numbers."""
+        call, rule = operation.call, operation.rule
+        wishes: list[tuple[int, int]] = []
+
+        def add(operand: int, split: Split, *, if_none: bool = False) -> None:
+            padded = split.padding(self._shards) > 0
+            if not padded or len(split.blocks) == 1:
+                number = self._wish_numbers[split, if_none]
+                if number == len(self._wishes):
+                    self._wishes.append(_Wish(split, if_none))
+                wishes.append((operand, number))
+
+        for way in rule.special:
+            for operand, need in enumerate(way.needs):
+                if need.split is not None:
+                    add(operand, need.split)
+        for place, (number, _) in enumerate(operation.results):
+            shape = call.results[number]
+            if rule.carry_back is not None:  # a dimension that a view makes can be split by itself
+                sizes = [(dim, size) for dim, size in enumerate(shape) if size % self._shards == 0 and size > 1]
+                splits = dict.fromkeys((*self._splits[results[place]], *(Split(dim, (size,)) for dim, size in sizes)))
+                results[place] = self._numbered(tuple(splits))
+            for split in self._splits[results[place]]:
+                if rule.carry_back is not None:
+                    back = rule.carry_back(number, split)
+                    if back is not None and _carried(split, back, self._shards):
+                        add(0, back)
+                for axis in rule.axes:
+                    if axis.results[number] == split.dim:
+                        for operand, dim in enumerate(axis.operands):
+                            if dim is not None:
+                                size = call.shapes[operand][dim]
+                                blocks = scaled(split.blocks, shape[split.dim], size)
+                                if blocks is not None:
+                                    add(operand, Split(dim, blocks))
+        if rule.product:  # weights can be split along any axis
+            for axis in rule.axes:
+                for operand, dim in enumerate(axis.operands):
+                    if dim is not None and call.operands[operand] in self._program.from_state:
+                        add(operand, Split(dim, (call.shapes[operand][dim],)), if_none=True)
+        return results, wishes
+
+
+def _carried(split: Split, other: Split, shards: int) -> bool:
+    """Whether a split that a view turns into ``other`` stays even, or keeps its padding where it was."""
+    if split.padding(shards):
+        return split.blocks == other.blocks
+    return not other.padding(shards)
 
 
 def _split(split: Split) -> TensorPlacement:

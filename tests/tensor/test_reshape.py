@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from torch import fx
 
 from auto3d.capture.shard import Shard
-from auto3d.tensor.rules.call import Rule, Way
-from auto3d.tensor.ways import calls_of, ways_of_call
+from auto3d.tensor.operations import calls_of
+from auto3d.tensor.rules.call import Call, Rule, Way
+from auto3d.tensor.ways import ways_of_call
 from auto3d.tensor_placement import Split
 
 Shape = tuple[int, ...]
@@ -41,8 +42,8 @@ def cases(draw: st.DrawFn) -> tuple[Shape, Shape, Split, int]:
     return shape, target, Split(dim, tuple((b - a) * ranks for a, b in zip([0, *ends], ends, strict=False))), ranks
 
 
-def carried(shape: Shape, target: Shape, split: Split, ranks: int) -> tuple[Rule, list[Way]]:
-    """The ways to reshape a tensor of ``shape`` that is split as ``split``."""
+def carried(shape: Shape, target: Shape, split: Split, ranks: int) -> tuple[Call, Rule, list[Way]]:
+    """A call, its rule and the ways to reshape a tensor of ``shape`` that is split as ``split``."""
     program = fx.Graph()
     operand = program.placeholder("operand")
     operand.meta["val"] = torch.empty(shape, device="meta")
@@ -50,7 +51,7 @@ def carried(shape: Shape, target: Shape, split: Split, ranks: int) -> tuple[Rule
     node.meta["val"] = torch.empty(target, device="meta")
     (call,) = calls_of(program)
     rule, ways = ways_of_call(call, ranks, {operand: [split]})
-    return rule, [way for way in ways if way.needs[0].split == split]
+    return call, rule, [way for way in ways if way.needs[0].split == split]
 
 
 def numbers(shape: Shape) -> torch.Tensor:
@@ -65,9 +66,9 @@ def numbers(shape: Shape) -> torch.Tensor:
 @settings(max_examples=600)
 def test_a_reshape_of_shards_gives_the_shards(case):
     shape, target, split, ranks = case
-    rule, ways = carried(shape, target, split, ranks)
+    call, rule, ways = carried(shape, target, split, ranks)
     for way in ways:
-        operator, (_, local), _ = rule.localise(way, ranks)
+        operator, (_, local), _ = rule.localise(call, way, ranks)
         for rank in range(ranks):
             shard = operator(Shard(split, rank, ranks).of(numbers(shape)), local)
             assert torch.equal(shard, Shard(way.gives[0].split, rank, ranks).of(numbers(target)))

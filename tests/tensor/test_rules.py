@@ -15,9 +15,10 @@ from auto3d.capture.shard import Shard, joined
 from auto3d.runtime.lockstep import Lockstep, LockstepGroup
 from auto3d.runtime.tensor_group import ConversionModule, VocabularyCrossEntropy, VocabularyEmbedding
 from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING, conversion_of, split_of
+from auto3d.tensor.operations import calls_of
 from auto3d.tensor.rules import RULES
 from auto3d.tensor.rules.call import Call, Inner, Rule, Way
-from auto3d.tensor.ways import calls_of, ways_of_call
+from auto3d.tensor.ways import ways_of_call
 from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, Split, TensorPlacement, split_along
 from tests.soak import soak
 
@@ -446,7 +447,7 @@ def check(called: Call, rule: Rule, way: Way, tensors: list[torch.Tensor], ranks
     weights = [torch.randn_like(each) if each.requires_grad else None for each in whole]
     _backward(whole, weights)
     if rule.localise is not None and any(each.split is not None for each in (*way.needs, *way.gives)):
-        target, args, kwargs = rule.localise(way, ranks)
+        target, args, kwargs = rule.localise(called, way, ranks)
     placed = [parts_of(tensor, need, ranks) for tensor, need in zip(tensors, way.needs, strict=True)]
     given = [
         [None] * ranks if weight is None else _gradients(weight, gives, ranks)

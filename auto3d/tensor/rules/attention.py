@@ -38,7 +38,7 @@ def _attention(call: Call) -> Rule:
     grouped = heads > 0 and key[heads] != query[heads] and several
     special = (_shared_heads(call, heads, mask),) if grouped else ()
 
-    def localise(way: Way, shards: int) -> tuple[Any, tuple, dict]:
+    def localise(call: Call, way: Way, shards: int) -> tuple[Any, tuple, dict]:
         if way not in special:
             return call.node.target, call.node.args, call.node.kwargs
         query_node, *shared = call.operands[:3]

@@ -1,16 +1,16 @@
 """One call of an operator in a captured program, and what a rule says about it."""
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
-from auto3d.capture.nodes import args_of, kwargs_of, target_of
+from auto3d.capture.alike import described
+from auto3d.capture.nodes import args_of, kwargs_of, operands_of, target_of
 from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, Split, TensorPlacement
 
 
@@ -32,12 +32,27 @@ class Call:
 
     @cached_property
     def operands(self) -> tuple[fx.Node, ...]:
-        leaves = tree_leaves((args_of(self.node), kwargs_of(self.node)))
-        return tuple(self.operand(leaf) for leaf in leaves if isinstance(leaf, fx.Node))
+        return tuple(map(self.operand, operands_of(self.node)))
 
     def operand(self, argument: fx.Node) -> fx.Node:
         """The operand that ``argument`` is."""
         return self.parameter_of.get(argument, argument)
+
+    @cached_property
+    def alike(self) -> Hashable:
+        """Equal for calls that have the same rule: of one operator, with arguments and results that are alike."""
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(self.operands))}
+
+        def operand(node: fx.Node) -> Hashable:
+            own = self.operand(node)
+            return numbers[own], own is node
+
+        arguments = described((args_of(self.node), kwargs_of(self.node)), operand)
+        tensors = tuple([_about(node.meta["val"]) for node in numbers])
+        value = self.node.meta["val"]
+        results = (value,) if isinstance(value, torch.Tensor) else value
+        taken = tuple([(self.number_of(node), node.meta["val"].requires_grad) for node in self.result_nodes])
+        return target_of(self.node), arguments, tensors, tuple(map(_about, results)), taken
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -81,6 +96,11 @@ class Call:
         return self.operands.index(self.operand(value)) if isinstance(value, fx.Node) else None
 
 
+def _about(value: Any) -> Hashable:
+    """All about a value that rules depend on."""
+    return (value.shape, value.dtype, value.requires_grad) if isinstance(value, torch.Tensor) else None
+
+
 @dataclass(frozen=True)
 class Inner:
     """A call whose result is an argument of a localised call; its arguments are like those of that call."""
@@ -115,7 +135,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class Rule:
-    """Ways to run a call besides whole operands and copied ones, which every operator allows."""
+    """Ways to run a call besides whole operands and copied ones, which every operator allows; calls that are alike
+    share it."""
 
     axes: tuple[Axis, ...] = ()
     linear: tuple[frozenset[int], ...] = ()
@@ -127,9 +148,9 @@ class Rule:
     special: tuple[Way, ...] = ()  # ways with an operator of their own, see localise
     joins: int | None = None
     """The dimension along which the operator puts its operands one after the other."""
-    localise: Callable[[Way, int], tuple[Any, tuple, dict]] | None = None
-    """The operator and its arguments (nodes of the whole program and Inner calls among them) for a way and a number of
-    shards, if they differ from those of the whole program."""
+    localise: Callable[[Call, Way, int], tuple[Any, tuple, dict]] | None = None
+    """The operator and its arguments (nodes of the whole program and Inner calls among them) of a call that has this
+    rule, for a way and a number of shards, if they differ from those of the whole program."""
     product: bool = False  # a product of matrices, a convolution, attention, or a lookup of rows in a table
 
 

@@ -78,7 +78,7 @@ def _reshape(call: Call) -> Rule:
     def carry_back(result: int, split: Split) -> Split | None:
         return reshaped(split, target, shape)
 
-    def localise(way: Way, shards: int) -> tuple[Any, tuple, dict]:
+    def localise(call: Call, way: Way, shards: int) -> tuple[Any, tuple, dict]:
         local = list(way.gives[0].local_shape(target, shards))
         return aten.reshape.default, (call.operands[0], local), {}
 
@@ -127,7 +127,7 @@ def _expand(call: Call) -> Rule:
     kept = [dim for dim, size in enumerate(shape) if size == target[dim + shift] > 1]
     axes = tuple(Axis((dim, dim + shift)[: len(call.operands)], (dim + shift,)) for dim in kept)
 
-    def localise(way: Way, shards: int) -> tuple[Any, tuple, dict]:
+    def localise(call: Call, way: Way, shards: int) -> tuple[Any, tuple, dict]:
         return aten.expand.default, (call.operands[0], list(way.gives[0].local_shape(target, shards))), {}
 
     return Rule(axes=axes, linear=_ALL if len(call.operands) == 1 else (), localise=localise)
@@ -221,7 +221,7 @@ def _pieces(call: Call) -> Rule:
         blocks[result] = split.blocks
         return Split(along, tuple(block for piece in blocks for block in piece))
 
-    def localise(way: Way, shards: int) -> tuple[Any, tuple, dict]:
+    def localise(call: Call, way: Way, shards: int) -> tuple[Any, tuple, dict]:
         if way.needs[0].split is None or way.needs[0].split.dim != along:
             return call.node.target, call.node.args, call.node.kwargs
         local = [gives.local_shape(shape, shards)[along] for gives, shape in zip(way.gives, call.results, strict=True)]
@@ -269,7 +269,7 @@ def _slice(call: Call) -> Rule:
         around = [*([start] if start else []), *split.blocks, *([size - end] if end < size else [])]
         return Split(along, tuple(around))
 
-    def localise(way: Way, shards: int) -> tuple[Any, tuple, dict]:
+    def localise(call: Call, way: Way, shards: int) -> tuple[Any, tuple, dict]:
         split = way.needs[0].split
         if split is None or split.dim != along:
             return call.node.target, call.node.args, call.node.kwargs

@@ -22,7 +22,7 @@ def _group_norm(call: Call) -> Rule:
     state = (0,) * (len(call.operands) - 1)
     groups = int(call.argument("num_groups"))
 
-    def localise(way: Way, shards: int) -> tuple[Any, tuple, dict]:
+    def localise(call: Call, way: Way, shards: int) -> tuple[Any, tuple, dict]:
         value, _, *rest = call.node.args
         split = way.needs[0].split
         count = groups // shards if split is not None and split.dim == 1 else groups
@@ -101,7 +101,7 @@ def _cross_entropy(call: Call) -> Rule:
         float(call.argument("label_smoothing", 0.0)),
     )
 
-    def localise(chosen: Way, shards: int) -> tuple[Any, tuple, dict]:
+    def localise(call: Call, chosen: Way, shards: int) -> tuple[Any, tuple, dict]:
         if chosen != way:
             return call.node.target, call.node.args, call.node.kwargs
         return VOCABULARY_CROSS_ENTROPY, (*call.operands, *options, logits[1], shards), {}

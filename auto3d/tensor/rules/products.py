@@ -91,7 +91,7 @@ def _convolution(call: Call) -> Rule:
         axes.append(Axis((None, of_out, *bias), (1,)))
         axes.append(Axis((1, of_in, *none), (None,), added=_BIAS if bias else frozenset()))
 
-    def localise(way: Way, shards: int) -> tuple[Any, tuple, dict]:
+    def localise(call: Call, way: Way, shards: int) -> tuple[Any, tuple, dict]:
         args, kwargs = list(call.node.args), dict(call.node.kwargs)
         if way.needs[0].kind is PlacementKind.SPLIT and way.needs[1].kind is PlacementKind.SPLIT and groups > 1:
             names = [argument.name for argument in call.node.target._schema.arguments]  # type: ignore[union-attr]
@@ -118,7 +118,7 @@ def _embedding(call: Call) -> Rule:
     padding_idx = int(call.argument("padding_idx", -1))
     plain = not call.argument("scale_grad_by_freq", False) and not call.argument("sparse", False)
 
-    def localise(way: Way, shards: int) -> tuple[Any, tuple, dict]:
+    def localise(call: Call, way: Way, shards: int) -> tuple[Any, tuple, dict]:
         if way != by_rows:
             return call.node.target, call.node.args, call.node.kwargs
         return VOCABULARY_EMBEDDING, (*call.operands, padding_idx, weight[0], shards), {}
