@@ -17,7 +17,11 @@ class LinkRecipe:
     latency_us: float | None = key(
         None, "latency of a message, in microseconds; none: as for gbit_per_s, 20 without an accelerator", least=0
     )
-    lanes: int | None = key(None, "lanes that the devices of a node share; none: one per device", least=1)
+    lanes: int | None = key(
+        None,
+        "lanes that the devices of a node share; none: one per device, or those of the accelerator's bandwidth",
+        least=1,
+    )
 
 
 @dataclass
