@@ -9,6 +9,7 @@ from auto3d.cost.memory.device import in_gib
 from auto3d.search.search import Ranked, Search
 from auto3d.search.space import Candidate, Refusals
 from launch.console.output import print_json
+from launch.model.assumed import SIGN, SIGN_MEANS, assumed_line, places_assumed
 from launch.model.ranking import EXPLAINED, describe_certificate, fastest_order, predicted_on, search_record
 from launch.model.search import SHOWN, described
 from launch.recipe.load import LoadedRecipe
@@ -42,11 +43,15 @@ def print_plans(recipe: LoadedRecipe, search: Search, *, as_json: bool, show_all
         return
     ranked, refused = search.ranked(), search.refused()
     shown = ranked if show_all else ranked[:SHOWN]
-    print(tabulate(map(cells, shown), HEADINGS, disable_numparse=True))
+    assumed = places_assumed(recipe, search.maker.model, ranked)
+    rows = [_marked(cells(one)) if place in assumed else cells(one) for place, one in enumerate(shown)]
+    print(tabulate(rows, HEADINGS, disable_numparse=True))
     if len(shown) < len(ranked):
         print(f"… and {len(ranked) - len(shown)} more (--all)")
     if same := [(place, one) for place, one in enumerate(ranked, 1) if one.same]:
         print(_same(same) if show_all else f"{counted(len(same), 'plan')} under several candidates (--all names them)")
+    if assumed:
+        print(SIGN_MEANS)
     print(f"\nwhy the best is best, in seconds:\n{_explanation(search, ranked)}")
     print(f"\n{_memory(search, ranked[0])}")
     if (order := fastest_order(ranked)) is not None:
@@ -54,6 +59,8 @@ def print_plans(recipe: LoadedRecipe, search: Search, *, as_json: bool, show_all
     if refused.total:
         print(f"\n{_reasons(refused)}")
     print(f"\n{_summary(recipe, search)}")
+    if line := assumed_line(recipe, search.maker.model.measured_in):
+        print(line)
 
 
 def cells(one: Ranked) -> tuple[Any, ...]:
@@ -62,6 +69,11 @@ def cells(one: Ranked) -> tuple[Any, ...]:
     degrees = candidate.dp, candidate.tp, candidate.pp, candidate.micro_batch_size
     choices = candidate.schedule, candidate.recompute, candidate.partition, candidate.placement, candidate.more
     return f"{one.seconds:.4g}", *degrees, *choices
+
+
+def _marked(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The cells of a plan whose place assumed links decide."""
+    return f"{row[0]} {SIGN}", *row[1:]
 
 
 def _summary(recipe: LoadedRecipe, search: Search) -> str:

@@ -16,6 +16,7 @@ from launch.console.records import RATES, csv_text, rate_columns, rates, rates_o
 from launch.console.records import cells as record_cells
 from launch.console.tables import TABLES
 from launch.drivers.tune import TriedPlan, fastest
+from launch.model.assumed import assumed_line
 from launch.model.ranking import describe_certificate, fastest_order, predicted_on
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import most_trials
@@ -83,13 +84,15 @@ def summary(recipe: LoadedRecipe, search: Search, tried: Sequence[TriedPlan]) ->
         return "no trial succeeded"
     errors = [(one.ranked.seconds / time - 1, one.predicted_s / time - 1) for one in good for time in one.times]
     columns = rate_columns([_rates(recipe, one) for one in good])
+    line = assumed_line(recipe, search.maker.model.measured_in)
+    assumed = f"\n{line}" if line else ""
     before, after = (mean(map(abs, column)) for column in zip(*errors, strict=True))
     return (
         f"{order(recipe, good)}.\n"
         f"mean error of {len(errors)} trials: {before:.1%} by the cost model alone, {after:.1%} by what was predicted "
         "before each plan's first trial, when the earlier ones had corrected it; measured: the "
         f"median over a plan's trials of the median over its iterations{what_rates_are(columns, recipe)}. "
-        f"{predicted_on(recipe, search)}{_certified(search, good)}"
+        f"{predicted_on(recipe, search)}{assumed}{_certified(search, good)}"
     )
 
 

@@ -10,6 +10,7 @@ from auto3d.search.order_certificate import certificate_of
 from auto3d.search.recompute import AUTO
 from auto3d.search.search import Ranked, Search
 from auto3d.synthesis.certificate import SOLVER_SECONDS, Certificate
+from launch.model.assumed import assumed_records, places_assumed
 from launch.model.candidates import exact_plans
 from launch.model.profile import basis, how_to_measure
 from launch.model.search import algorithm
@@ -53,6 +54,7 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
     records = []
     ranked = search.ranked()
     certified = fastest_order(ranked)
+    assumed = places_assumed(recipe, model, ranked)
     for place, one in enumerate(ranked):
         estimate = asdict(model.estimate(one.plan)) if place < EXPLAINED else None
         plan, problem = None, ""
@@ -73,6 +75,7 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
                 **asdict(one.candidate),
                 "same": [asdict(each) for each in one.same],
                 "predicted_s": one.seconds,
+                "place_assumed": place in assumed,
                 "peak_bytes": max(model.memory(one.plan)),
                 "problem": problem,
                 "estimate": estimate,
@@ -90,6 +93,7 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
         "left": asdict(search.left),
         "search_s": search.elapsed_s,
         "predicted_on": predicted_on(recipe, search),
+        "assumed": assumed_records(recipe, model.measured_in),
     }
 
 

@@ -8,9 +8,20 @@ from launch.recipe.schema_key import LARGEST_NODE, LARGEST_NODES, key
 
 @dataclass
 class LinkRecipe:
-    gbit_per_s: float = key(100.0, "bandwidth of one lane in each direction, in Gbit/s", least=1e-6)
-    latency_us: float = key(20.0, "latency of a message, in microseconds", least=0)
-    lanes: int | None = key(None, "lanes that the devices of a node share; none: one per device", least=1)
+    gbit_per_s: float | None = key(
+        None,
+        "bandwidth of one lane in each direction, in Gbit/s; none: the usual one of the accelerator, with its lanes; "
+        "100 without an accelerator and on CPUs",
+        least=1e-6,
+    )
+    latency_us: float | None = key(
+        None, "latency of a message, in microseconds; none: as for gbit_per_s, 20 without an accelerator", least=0
+    )
+    lanes: int | None = key(
+        None,
+        "lanes that the devices of a node share; none: one per device, or those of the accelerator's bandwidth",
+        least=1,
+    )
 
 
 @dataclass
@@ -43,6 +54,12 @@ class NodesRecipe:
 class AcceleratorRecipe:
     """The keys of a file of recipes/accelerators/."""
 
+    inside: LinkRecipe | None = key(
+        None, "usual link between the devices of a node, for clusters that give none; none: round figures"
+    )
+    outside: LinkRecipe | None = key(
+        None, "usual links from a node to the others, for clusters that give none; none: round figures"
+    )
     peak_tflops: dict[str, float] = key({}, "peak speed of matrix products in TFLOP/s, by precision")
     memory_gib: float | None = key(None, "memory that a process may fill, in GiB; none: unknown", least=0.001)
     memory_gb_per_s: float = key(700.0, "memory bandwidth, in GB/s", least=1e-6)

@@ -144,6 +144,8 @@ def _type_in_words(hint: Any) -> str:
         return f"a list of {'groups of keys' if is_dataclass(inner) else _WORDS[inner][1]}"
     if get_origin(hint) is dict:
         return "keys and values"
+    if _schema_in(hint):
+        return "a group of keys"
     return ", or ".join(_WORDS[option][0] for option in (*get_args(hint), hint) if option in _WORDS)
 
 

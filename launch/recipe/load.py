@@ -28,10 +28,11 @@ from auto3d.errors import ProblemKind
 from auto3d.plan import NO_OVERLAP
 from auto3d.runtime.settings import OPTIMIZERS
 from launch.peers.limits import DEEPSPEED
-from launch.recipe.cluster_schema import AcceleratorRecipe
+from launch.recipe.cluster_schema import AcceleratorRecipe, LinkRecipe
 from launch.recipe.data_schema import FOLDERS, INPUT_KEYS, SOURCES, TOKEN_KINDS, InputRecipe
 from launch.recipe.error import COMMAND_LINE, RecipeError
 from launch.recipe.keys import accepted, accepts, group_schema, groups, schema_of
+from launch.recipe.links import SIDES, AssumedLink, complete_links
 from launch.recipe.overrides import KeyPath, file_names, nested, read_overrides, read_path, replaced, write_path
 from launch.recipe.schema import Recipe
 from launch.recipe.schema_key import AUTO
@@ -51,6 +52,7 @@ class LoadedRecipe:
     written: str  # the recipe's name as the user wrote it
     overrides: tuple[str, ...]
     folder: Path  # folder of the user's file, which may hold modules of their own
+    assumed_links: tuple[AssumedLink, ...]  # figures of links that the recipe left out and ``values`` has
     _sources: "_Sources"
 
     def error(self, key: str, problem: str, *, kind: ProblemKind = "other") -> RecipeError:
@@ -65,26 +67,7 @@ class LoadedRecipe:
     def accelerator(self, key: str, name: str) -> tuple[Path, AcceleratorRecipe]:
         """The file of recipes/accelerators/ that ``name``, the value of ``key``, stands for, and its content."""
         file = _find(self._sources.of(key), name, folder="accelerators", key=key)
-        values: DictConfig = OmegaConf.structured(AcceleratorRecipe)
-        for item, value in read_yaml(file).items():
-            try:
-                values = _merged(values, {item: value})
-            except (OmegaConfBaseException, TypeError) as error:
-                known = [each.name for each in fields(AcceleratorRecipe)]
-                if isinstance(error, ConfigKeyError):
-                    raise _unknown(file, str(item), known) from None
-                problem = f"found {value!r}; it takes {accepted(AcceleratorRecipe, str(item))}"
-                raise RecipeError(file, str(item), problem) from None
-        accelerator = OmegaConf.to_object(values)
-        assert isinstance(accelerator, AcceleratorRecipe)
-        _check_group(accelerator, "", _Sources(file, {}))
-        for item in ("matrix_efficiency", "half_gflops"):
-            value = getattr(accelerator, item)
-            if isinstance(value, dict) and value.keys() != accelerator.peak_tflops.keys():
-                problem = f"found {value!r}; it takes {accepted(AcceleratorRecipe, item)}"
-                precisions = ", ".join(accelerator.peak_tflops) or "none"
-                raise RecipeError(file, item, f"{problem}, which has {precisions}")
-        return file, accelerator
+        return file, _read_accelerator(file)
 
     def overrides_of(self, group: str) -> list[str]:
         return [override for override in self.overrides if re.split(r"[.=[]", override, maxsplit=1)[0] == group]
@@ -147,7 +130,9 @@ def _loaded(name: str, written: str, file: Path, raw: dict[Any, Any], overrides:
     recipe, sources = _typed(file, raw, read_overrides(overrides))
     _check_values(recipe, sources)
     _check_together(recipe, sources)
-    return LoadedRecipe(name, recipe, written, tuple(overrides), file.resolve().parent, sources)
+    files = _name_accelerators(recipe, sources)
+    assumed = complete_links(recipe.cluster, lambda number, _: _read_accelerator(files[number]))
+    return LoadedRecipe(name, recipe, written, tuple(overrides), file.resolve().parent, assumed, sources)
 
 
 def data_files(recipe: Recipe) -> list[str]:
@@ -216,6 +201,46 @@ def _typed(file: Path, raw: dict[Any, Any], overrides: Mapping[KeyPath, Any]) ->
         raise RecipeError(file, "", "a value refers to itself, or is nested too deeply") from None
 
 
+def _name_accelerators(recipe: Recipe, sources: "_Sources") -> dict[int, Path]:
+    """Kind of nodes -> file of its accelerator, by whose name the recipe calls it from here on."""
+    files = {}
+    for number, kind in enumerate((recipe.cluster, *recipe.cluster.more)):
+        if kind.accelerator is None:
+            continue
+        key = f"cluster.more[{number - 1}].accelerator" if number else "cluster.accelerator"
+        files[number] = _find(sources.of(key), kind.accelerator, folder="accelerators", key=key)
+        if kind.accelerator.casefold() == files[number].stem.casefold():
+            kind.accelerator = files[number].stem
+    return files
+
+
+def _read_accelerator(file: Path) -> AcceleratorRecipe:
+    values: DictConfig = OmegaConf.structured(AcceleratorRecipe)
+    for item, value in read_yaml(file).items():
+        try:
+            values = _merged(values, {item: value})
+        except (OmegaConfBaseException, TypeError) as error:
+            if isinstance(error, ConfigKeyError):
+                schema = LinkRecipe if item in SIDES else AcceleratorRecipe
+                raise _unknown(file, str(error.full_key), [each.name for each in fields(schema)]) from None
+            problem = f"found {value!r}; it takes {accepted(AcceleratorRecipe, str(item))}"
+            raise RecipeError(file, str(item), problem) from None
+    accelerator = OmegaConf.to_object(values)
+    assert isinstance(accelerator, AcceleratorRecipe)
+    _check_group(accelerator, "", _Sources(file, {}))
+    for item in ("matrix_efficiency", "half_gflops"):
+        value = getattr(accelerator, item)
+        if isinstance(value, dict) and value.keys() != accelerator.peak_tflops.keys():
+            problem = f"found {value!r}; it takes {accepted(AcceleratorRecipe, item)}"
+            precisions = ", ".join(accelerator.peak_tflops) or "none"
+            raise RecipeError(file, item, f"{problem}, which has {precisions}")
+    for side in SIDES:
+        link: LinkRecipe | None = getattr(accelerator, side)
+        if link is not None and None in (link.gbit_per_s, link.latency_us):
+            raise RecipeError(file, side, "lacks gbit_per_s or latency_us; a usual link has both")
+    return accelerator
+
+
 @cache  # it takes 5 ms; merging copies it
 def _defaults(group: str) -> DictConfig:
     return OmegaConf.structured(group_schema(group))
@@ -274,14 +299,22 @@ def _refused(where: Path | str, full_key: str, found: Any, error: Exception) -> 
 
 
 def _find(where: Path | str, name: str, *, folder: str, key: str) -> Path:
-    """The file ``name``: a path, or a name in recipes/``folder`` of this folder or of the installation."""
+    """The file ``name``: a path, or a name in recipes/``folder`` of this folder or of the installation.
+
+    A name may be written in any case, if only one file has it then.
+    """
     folders = [Path("recipes") / folder, RECIPES / folder]
     for path in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
         if path.suffix in (".yaml", ".yml") and path.is_file():
             return path
-    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-    near = get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    files = {path.stem: path for folder in reversed(folders) for path in folder.glob("*.yaml")}
+    in_any_case = [stem for stem in files if stem.casefold() == name.casefold()]
+    if len(in_any_case) == 1:
+        return files[in_any_case[0]]
+    known = sorted(files)
+    folded = {stem.casefold(): stem for stem in known}
+    near = get_close_matches(name.casefold(), folded, n=1)
+    hint = f"; did you mean {folded[near[0]]}?" if near else ""
     raise RecipeError(where, key, f"there is no {name!r}; give a .yaml file, or one of {', '.join(known)}{hint}")
 
 

@@ -75,6 +75,8 @@ def with_memory(machine: Cluster, memory_bytes: float) -> Cluster:
 
 
 def _link(values: LinkRecipe) -> Link:
+    assert values.gbit_per_s is not None  # load() has filled it in
+    assert values.latency_us is not None
     return Link(latency_s=values.latency_us / 1e6, bandwidth=values.gbit_per_s * 1e9 / 8, lanes=values.lanes)
 
 

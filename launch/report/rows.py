@@ -38,6 +38,7 @@ class PlanRow:
     measured_s: float | None  # median over trials of the median over iterations
     spread_s: float | None  # slowest minus fastest iteration of all trials
     predicted_s: float | None
+    place_assumed: bool  # whether figures that nobody gave or measured decide its place in the search
     error: float | None  # predicted_s / measured_s - 1; None where they are not of the same devices
     # Throughput by the measured time if there is one, else by the predicted time; FLOP/s of one device.
     samples_per_s: float | None
@@ -81,6 +82,7 @@ def row_of(one: ReportedPlan, columns: ThroughputColumns) -> PlanRow:
         measured_s=measured_s,
         spread_s=max(times) - min(times) if times else None,
         predicted_s=predicted_s,
+        place_assumed=one.place_assumed,
         error=predicted_s / measured_s - 1 if predicted_s and measured_s and one.compared else None,
         **rates(columns.of(one, measured_s, predicted_s)),
         measured_peak=max(peaks, default=None),

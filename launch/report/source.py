@@ -14,6 +14,7 @@ from auto3d.search.search import Search
 from auto3d.search.space import Candidate, Refusals
 from launch.console import tables
 from launch.model import candidates
+from launch.model.assumed import assumed_line, places_assumed
 from launch.model.graphs import PlanningModel
 from launch.model.profile import how_to_measure
 from launch.model.ranking import predicted_by
@@ -36,6 +37,7 @@ class ReportedPlan:
     measurements: tuple[Measurement, ...] = ()  # none: the plan was only predicted
     model: CostModel | None = None  # None: another engine's plan, or one of an earlier version of the model
     compared: bool = True  # whether its measured times are those that the cost model predicts
+    place_assumed: bool = False  # whether assumed links decide its place among the best plans of a search
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class ReportSource:
     refused: Refusals
     measured: str  # how the measured numbers were made; empty if there are none
     predicted: str  # how the predicted numbers were made
-    remarks: tuple[str, ...]  # parts that are missing from the report, with the reasons
+    remarks: tuple[str, ...]  # parts that are missing from the report, with the reasons; what predictions assume
 
 
 Tell = Callable[[int, float, bool], None] | None
@@ -88,7 +90,7 @@ def _of_sweep(results: tables.Results) -> ReportSource:
         refused=swept.refused,
         measured=tables.provenance(results),
         predicted=predicted_by(recipe, costs.measured_in),
-        remarks=_remarks(recipe, plans, costs),
+        remarks=(*_remarks(recipe, plans, costs), *_assumed(recipe, costs)),
     )
 
 
@@ -118,6 +120,11 @@ def _remarks(recipe: LoadedRecipe, tried: Sequence[ReportedPlan], costs: CostMod
     if reason := _why_not_compared(recipe, costs):
         remarks.append(f"Predicted times are not compared with those of trials: {reason}.")
     return tuple(remarks)
+
+
+def _assumed(recipe: LoadedRecipe, costs: CostModel) -> list[str]:
+    """A line about the figures that ``costs`` assumes, if there are any."""
+    return [line] if (line := assumed_line(recipe, costs.measured_in)) else []
 
 
 def _why_not_compared(recipe: LoadedRecipe, costs: CostModel) -> str:
@@ -189,13 +196,17 @@ def _of_tune(recipe: LoadedRecipe, measurements: list[Measurement], tell: Tell) 
 def _of_search(recipe: LoadedRecipe, remark: str, tell: Tell) -> ReportSource:
     search = search_recipe(recipe, tell)
     ranked, costs = search.ranked(), search.maker.model
-    remarks = [remark] if remark else []
+    assumed = places_assumed(recipe, costs, ranked)
+    remarks = [*([remark] if remark else []), *_assumed(recipe, costs)]
     if len(ranked) > SEARCHED:
         remarks.append(f"The search ranked {len(ranked):,} plans; this page has the best {SEARCHED:,} of them.")
     return ReportSource(
         recipe=recipe,
         verb="plan",
-        plans=[ReportedPlan(one.plan, one.candidate, (), costs) for one in ranked[:SEARCHED]],
+        plans=[
+            ReportedPlan(one.plan, one.candidate, model=costs, place_assumed=place in assumed)
+            for place, one in enumerate(ranked[:SEARCHED])
+        ],
         refused=search.refused(),
         measured="",
         predicted=f"{_looked(search)}; {predicted_by(recipe, costs.measured_in)}",

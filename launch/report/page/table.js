@@ -105,6 +105,10 @@ function makeTable(onPick) {
     line.append(element("td", { className: "text" }, first));
     for (const column of columns) {
       const cell = element("td", { className: column.text ? "text" : "", textContent: cellText(column, row[column.key]) });
+      if (column.key === "predicted_s" && row.place_assumed) {
+        cell.textContent += " ~";
+        cell.title = "with half or twice the bandwidth of the assumed links, the plan changes places with a neighbour";
+      }
       if (column.key === "status" && row.problem) {
         cell.title = row.problem;
         cell.classList.add("bad");
