@@ -235,7 +235,8 @@ def _exported(
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
     """Hide torch's prints and logs about code that it cannot trace: the CaptureError reports the cause."""
-    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export._trace")]
+    names = ("torch.fx.experimental.symbolic_shapes", "torch.export._trace", "torch._subclasses.fake_tensor")
+    loggers = [logging.getLogger(name) for name in names]
     levels, printed = [logger.level for logger in loggers], StringIO()
     try:
         for logger in loggers:
