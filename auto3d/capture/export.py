@@ -34,7 +34,7 @@ from auto3d.capture.in_place import name_of, remove_in_place, written_buffers
 from auto3d.capture.known_values import KnownValues
 from auto3d.capture.masks import leave_masks_to_kernel
 from auto3d.capture.regions import inline_regions
-from auto3d.capture.traced_branches import answered_as_eager
+from auto3d.capture.traced_branches import answered_as_eager, misled
 from auto3d.errors import InputError
 
 _META = torch.device("meta")
@@ -125,9 +125,9 @@ def export(
                 return _export(build, inputs, micro_batch_size, device, precision, mode)
             except CaptureError as error:
                 failed_in = failing_function(error)
-        if failed_in is None or failed_in in aware or failed_in not in askers:
+        if not (functions := misled(failed_in, askers, aware)):
             break
-        aware.add(failed_in)
+        aware |= functions
     with suppress(CaptureError):  # an earlier eager branch may be the cause
         return _export(build, inputs, micro_batch_size, device, precision, mode)
     # By default, torch.export records lines only of functions that are called forward. Record all for the message.
