@@ -34,7 +34,7 @@ from auto3d.capture.in_place import name_of, remove_in_place, written_buffers
 from auto3d.capture.known_values import KnownValues
 from auto3d.capture.masks import leave_masks_to_kernel
 from auto3d.capture.regions import inline_regions
-from auto3d.capture.traced_branches import answered_as_eager
+from auto3d.capture.traced_branches import answered_as_eager, misled
 from auto3d.errors import InputError
 
 _META = torch.device("meta")
@@ -125,9 +125,9 @@ def export(
                 return _export(build, inputs, micro_batch_size, device, precision, mode)
             except CaptureError as error:
                 failed_in = failing_function(error)
-        if failed_in is None or failed_in in aware or failed_in not in askers:
+        if not (functions := misled(failed_in, askers, aware)):
             break
-        aware.add(failed_in)
+        aware |= functions
     with suppress(CaptureError):  # an earlier eager branch may be the cause
         return _export(build, inputs, micro_batch_size, device, precision, mode)
     # By default, torch.export records lines only of functions that are called forward. Record all for the message.
@@ -235,7 +235,8 @@ def _exported(
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
     """Hide torch's prints and logs about code that it cannot trace: the CaptureError reports the cause."""
-    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export._trace")]
+    names = ("torch.fx.experimental.symbolic_shapes", "torch.export._trace", "torch._subclasses.fake_tensor")
+    loggers = [logging.getLogger(name) for name in names]
     levels, printed = [logger.level for logger in loggers], StringIO()
     try:
         for logger in loggers:

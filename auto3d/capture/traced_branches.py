@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -47,12 +47,12 @@ class Question:
 
 
 @contextmanager
-def answered_as_eager(but: Collection[CodeType] = ()) -> Iterator[set[CodeType]]:
+def answered_as_eager(but: Collection[CodeType] = ()) -> Iterator[dict[CodeType, set[CodeType]]]:
     """Answer the model's code that it is not traced, so that it takes the same branches as in eager mode.
 
-    The functions ``but`` get the true answer. Yields a set to which each function that asks is added.
+    The functions ``but`` get the true answer. Yields a mapping that gets each function that asks, with its callers.
     """
-    askers: set[CodeType] = set()
+    askers: dict[CodeType, set[CodeType]] = {}
 
     def for_model_code(original: Callable) -> Callable:
         def answer(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,9 @@ def answered_as_eager(but: Collection[CodeType] = ()) -> Iterator[set[CodeType]]
                 frame = frame.f_back
             if frame is None or not is_model_code(frame.f_code.co_filename):
                 return original(*args, **kwargs)
-            askers.add(frame.f_code)
+            callers = askers.setdefault(frame.f_code, set())
+            if frame.f_back is not None:
+                callers.add(frame.f_back.f_code)
             return original(*args, **kwargs) if frame.f_code in but else False
 
         return answer
@@ -74,6 +76,19 @@ def answered_as_eager(but: Collection[CodeType] = ()) -> Iterator[set[CodeType]]
             if hasattr(owner, name):
                 stack.enter_context(patch.object(owner, name, for_model_code(getattr(owner, name))))
         yield askers
+
+
+def misled(
+    failed_in: CodeType | None, askers: Mapping[CodeType, set[CodeType]], but: Collection[CodeType]
+) -> set[CodeType]:
+    """The functions that may have led ``failed_in`` into an eager branch that cannot be traced.
+
+    That is the function itself if it asked, and otherwise those that it called and that asked, as
+    ``_can_use_grouped_mm`` of transformers does for its caller. Those in ``but`` know the truth already.
+    """
+    if failed_in is not None and failed_in in askers and failed_in not in but:
+        return {failed_in}
+    return {asker for asker, callers in askers.items() if failed_in in callers and asker not in but}
 
 
 def questions(run: Callable[[], Any]) -> list[Question]:

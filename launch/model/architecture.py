@@ -11,17 +11,19 @@ from typing import Any
 from torch import nn
 
 from auto3d.data import SEQUENCE_KINDS, DataSettings
+from launch.model.config_keys import (
+    IMPLEMENTATIONS,
+    OF_CHECKPOINTS,
+    class_inside,
+    keys_of,
+    of_generation,
+    sub_configurations,
+    undeclared_keys,
+    without_checkpoint_keys,
+)
 from launch.recipe.data import data_settings
 from launch.recipe.load import LoadedRecipe
 
-IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
-# Keys that models read from their configuration, although not every configuration class declares them.
-READ_BY_MODELS = (
-    *("bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
-    *("is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_word_embeddings"),
-)
-NOT_FOR_USERS = ("architectures", "transformers_version", "name_or_path", "_name_or_path", "_commit_hash")
-_FROM_KWARGS = re.compile(r"""kwargs(?:\.pop\(|\.get\(|\[)\s*["'](\w+)["']""")
 _TYPO = 0.9  # names that are at least this similar are taken for a typing error
 
 
@@ -72,65 +74,10 @@ def _has(config: Any, key: str) -> bool:
 # The configuration
 
 
-def keys_of(config_class: type[Any]) -> set[str]:
-    """The keys that ``config_class`` takes: declared ones, their aliases, and those that it takes from ``**kwargs``."""
-    found = {*READ_BY_MODELS, *IMPLEMENTATIONS, *config_class.attribute_map, *sub_configurations(config_class)}
-    if is_dataclass(config_class):
-        found |= {item.name for item in fields(config_class)}
-    for base in inspect.getmro(config_class):
-        for name, member in vars(base).items():
-            if isinstance(member, property) and member.fset is not None:
-                found.add(name)
-            elif name in ("__init__", "__post_init__", "convert_rope_params_to_dict"):
-                found |= _taken_by(member)
-    return {name for name in found if not name.startswith("_")} - {*NOT_FOR_USERS}
-
-
-def _made_by(config_class: type[Any]) -> set[str]:
-    """The keys that the class sets itself, which its saved configurations therefore hold."""
-    try:
-        return {name for name in vars(config_class()) if not name.startswith("_")}
-    except Exception:  # not all of its arguments have defaults
-        return set()
-
-
-def _for_generation() -> set[str]:
-    import transformers
-
-    return {name for name in transformers.GenerationConfig().to_dict() if not name.startswith("_")}
-
-
-def _taken_by(function: Callable) -> set[str]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-        popped = _FROM_KWARGS.findall(inspect.getsource(function))
-    except (ValueError, OSError, TypeError):  # the function has no Python source
-        return set()
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {*popped, *(each.name for each in parameters if each.kind not in variadic and each.name != "self")}
-
-
-def sub_configurations(config_class: type[Any]) -> Mapping[str, Any]:
-    """The keys that hold another configuration, such as text_config, and how transformers describes each."""
-    return getattr(config_class, "sub_configs_defaults", None) or config_class.sub_configs
-
-
-def _class_inside(spec: Any, values: Mapping[str, Any]) -> type | None:
-    """The class of a configuration inside another; None if it is not known."""
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
-
-    config_class = getattr(spec, "config_class", spec)
-    if isinstance(config_class, type) and issubclass(config_class, PreTrainedConfig):
-        return config_class
-    try:
-        return CONFIG_MAPPING[values.get("model_type", getattr(spec, "model_type", None))]
-    except KeyError:
-        return None
-
-
 def _configuration(recipe: LoadedRecipe, model_class: type[Any]) -> Any:
-    keys, config_class = recipe.values.model.config, model_class.config_class
-    _check_keys(recipe, "model.config", config_class, keys, model_class.__name__)
+    given, config_class = recipe.values.model.config, model_class.config_class
+    _check_keys(recipe, "model.config", config_class, given, model_class.__name__)
+    keys = without_checkpoint_keys(config_class, given)
     _check_implementations(recipe, model_class, keys)
     values = _declared_names(config_class, keys)
     try:
@@ -139,8 +86,8 @@ def _configuration(recipe: LoadedRecipe, model_class: type[Any]) -> Any:
         problem = f"refused by {model_class.__name__}: {' '.join(str(error).split())}"
         raise recipe.error("model.config", problem) from None
     _check_kept(recipe, config, keys)
-    for one, given in _with_sub_configurations(config, keys):
-        if hasattr(one, "use_cache") and "use_cache" not in given:
+    for one, of_one in _with_sub_configurations(config, keys):
+        if hasattr(one, "use_cache") and "use_cache" not in of_one:
             one.use_cache = False  # training does not use past keys and values
     return config
 
@@ -157,8 +104,8 @@ def _stored_configuration(recipe: LoadedRecipe, model_class: type[Any]) -> dict[
     if stored.get("model_type") != model_class.config_class.model_type:
         problem = f"found {folder!r}, the weights of a {stored.get('model_type')}; {model_class.__name__} takes those "
         raise recipe.error("model.weights", f"{problem}of a {model_class.config_class.model_type}")
-    left_out = ("model_type", "dtype", "torch_dtype", *NOT_FOR_USERS)  # it trains in float32, whatever is stored
-    return _declared_names(model_class.config_class, {k: v for k, v in stored.items() if k not in left_out})
+    kept = without_checkpoint_keys(model_class.config_class, stored)
+    return _declared_names(model_class.config_class, {k: v for k, v in kept.items() if k != "model_type"})
 
 
 def _over(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,15 +118,22 @@ def _over(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _check_keys(recipe: LoadedRecipe, where: str, config_class: type[Any], given: Mapping[str, Any], name: str) -> None:
-    """Raise RecipeError for a key that ``config_class`` does not take: transformers would silently keep it."""
+    """Raise RecipeError for a key that neither ``config_class`` nor its models know: transformers would keep it.
+
+    A published configuration, which has the version of transformers that wrote it, may have keys of its author's own
+    code. Of its unknown keys only typing errors are refused.
+    """
     known = keys_of(config_class)
     inside = sub_configurations(config_class)
-    undeclared = _made_by(config_class) | _for_generation() if given.keys() - known else set()
+    published = "transformers_version" in recipe.values.model.config
+    undeclared = undeclared_keys(config_class) if given.keys() - known - {"model_type", *OF_CHECKPOINTS} else set()
     for key, value in given.items():
-        if key in known or (key in undeclared and key not in NOT_FOR_USERS):
+        if key in known or key in undeclared or key in OF_CHECKPOINTS:
             pass
         elif key != "model_type":
-            near = get_close_matches(str(key), known, n=1)
+            near = get_close_matches(str(key), known | undeclared, n=1, cutoff=_TYPO if published else 0.6)
+            if published and not near:
+                continue
             hint = f"did you mean {near[0]}? " if near else ""
             raise recipe.error(f"{where}.{key}", f"unknown; {hint}{name} takes {', '.join(sorted(known))}")
         elif value != config_class.model_type:
@@ -193,7 +147,7 @@ def _check_keys(recipe: LoadedRecipe, where: str, config_class: type[Any], given
             continue
         if not isinstance(value, dict):
             raise recipe.error(f"{where}.{key}", f"found {value!r}; it takes the keys of a configuration")
-        inner = _class_inside(inside[key], value)
+        inner = class_inside(inside[key], value)
         if inner is None:
             problem = f"found {value.get('model_type')!r}; it takes a model type of transformers, such as llama"
             raise recipe.error(f"{where}.{key}.model_type", problem)
@@ -213,9 +167,9 @@ def _check_kept(recipe: LoadedRecipe, config: Any, given: Mapping[str, Any]) -> 
     Raises RecipeError for a key that has no effect.
     """
     for key, value in given.items():
-        if key in IMPLEMENTATIONS or isinstance(value, (dict, list)):
+        if key in IMPLEMENTATIONS or value is None or isinstance(value, (dict, list)):  # null leaves the choice open
             continue
-        if not hasattr(config, key) and key in _for_generation():
+        if not hasattr(config, key) and of_generation(key):
             setattr(config, key, value)  # a model's code may still read it
         if getattr(config, key, value) == value:
             continue
