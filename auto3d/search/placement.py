@@ -35,6 +35,18 @@ def place_replicas(replicas: Sequence[int], *, dp: int, tp: int = 1) -> Placemen
     )
 
 
+def nodes_of(placement: Placement, cluster: Cluster) -> tuple[int, ...]:
+    """The kinds of the nodes that ``placement`` uses, and the number of the node of each rank, in its order.
+
+    Nodes have numbers in the order in which they appear. Costs depend on a placement only through this: where it is the
+    same for two placements of equal degrees, all groups of ranks have equal devices on equal links.
+    """
+    numbers: dict[int, int] = {}
+    nodes = [numbers.setdefault(cluster.node_of[rank], len(numbers)) for ranks in placement for rank in ranks]
+    kinds = [cluster.nodes.index(cluster.nodes[node]) for node in numbers]
+    return *kinds, *nodes
+
+
 @lru_cache(64)
 def mesh(sizes: tuple[int, ...]) -> tuple[int, int]:
     """(rows, columns) of AMP's device mesh (section 4.1) of nodes with ``sizes`` devices, in the order of ranks.

@@ -3,19 +3,21 @@
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 from time import process_time
 
 from auto3d.cost.memory.device import in_gib
 from auto3d.cost.model import CostModel
-from auto3d.errors import InputError
+from auto3d.errors import InputError, ProblemKind
 from auto3d.plan import Plan, PlanError
 from auto3d.schedule.shape import shape_of
 from auto3d.search.bound import least_of_any_order_s, least_s
 from auto3d.search.make import PlanMaker
+from auto3d.search.placement import MEGATRON, nodes_of, place
 from auto3d.search.promise import Promises
-from auto3d.search.space import Candidate, Domain, Refusals, degrees_of
+from auto3d.search.space import EQUAL, Candidate, Domain, Refusals, degrees_of
 from auto3d.search.synthesized import is_sought
 
 _INTERRUPTED = "interruption"
@@ -87,6 +89,10 @@ class Search:
         self._same: dict[Candidate, list[Candidate]] = {}  # first candidate -> all that are the same plan
         self._best: list[float] = []  # seconds of the ``budget.best`` fastest plans, fastest first
         self._refusals = Refusals()
+        self._reasons: dict[Candidate, tuple[str, ProblemKind]] = {}  # why candidates have no plan
+        self._nodes = lru_cache(None)(self._make_nodes)
+        self._numbers_of_nodes: dict[tuple[int, ...], int] = {}
+        self._placed: dict[tuple[Candidate, int], Candidate] = {}  # candidate but for its placement, nodes -> the first
         self._seen: Counter[tuple] = Counter()  # degrees -> number of candidates that were looked at
         self.lacking_memory: list[Candidate] = []
         self.looked_at = 0
@@ -137,7 +143,9 @@ class Search:
             self._seen[degrees_of(candidate)] += 1
             try:
                 self._check_state_fits(candidate)
-                if is_sought(candidate):
+                if (alike := self._placed_alike(candidate)) is not None:
+                    self._follow(candidate, alike)
+                elif is_sought(candidate):
                     self._seeds[candidate] = self.maker.seeds(candidate)
                     self._bounds[candidate] = min(map(self._any_order_bound_of, self._seeds[candidate]))
                 else:
@@ -146,6 +154,31 @@ class Search:
                 self._refuse(candidate, error)
             self._tell(self.looked_at, self.fastest_s, False)
         return self._bounds[candidate]
+
+    def _placed_alike(self, candidate: Candidate) -> Candidate | None:
+        """The first candidate that differs only in a placement with equal nodes, if that was looked at before."""
+        if candidate.replicas != EQUAL or is_sought(candidate):
+            return None
+        nodes = self._nodes(candidate.placement, candidate.dp, candidate.tp, candidate.pp)
+        first = self._placed.setdefault((replace(candidate, placement=MEGATRON), nodes), candidate)
+        return None if first is candidate else first
+
+    def _make_nodes(self, placement: str, dp: int, tp: int, pp: int) -> int:
+        """A number for the nodes of a placement; raises PlanError if there is no such placement."""
+        cluster = self.maker.model.cluster
+        found = nodes_of(place(placement, cluster, dp=dp, tp=tp, pp=pp), cluster)
+        return self._numbers_of_nodes.setdefault(found, len(self._numbers_of_nodes))
+
+    def _follow(self, candidate: Candidate, first: Candidate) -> None:
+        """Take for ``candidate`` what is known of ``first``, whose ranks have equal nodes."""
+        if first not in self._plans:
+            reason, kind = self._reasons[first]
+            raise PlanError(reason, kind=kind)
+        placement = place(
+            candidate.placement, self.maker.model.cluster, dp=candidate.dp, tp=candidate.tp, pp=candidate.pp
+        )
+        self._plans[candidate] = replace(self._plans[first], placement=placement)
+        self._bounds[candidate] = self._bounds[first]
 
     def _check_state_fits(self, candidate: Candidate) -> None:
         """Raise PlanError if no stages of the model leave a device enough memory for its state alone."""
@@ -218,6 +251,7 @@ class Search:
 
     def _refuse(self, candidate: Candidate, error: InputError) -> None:
         self._refusals.add(candidate, str(error), error.kind)
+        self._reasons[candidate] = str(error), error.kind
         self._bounds[candidate] = inf
         if error.kind == "memory":
             self.lacking_memory.append(candidate)

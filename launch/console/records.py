@@ -12,7 +12,6 @@ from auto3d.plan import AUTO3D, NO_OVERLAP, Plan
 from auto3d.runtime.measurement import BYTES, CommunicationCalls, Measurement, Status
 from auto3d.schedule import write_schedule
 from auto3d.schedule.shape import shape_of
-from auto3d.search.space import Candidate
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import known_peak_flops
 
@@ -65,11 +64,11 @@ def record(
     recipe: LoadedRecipe,
     measurement: Measurement,
     predicted_s: float | None = None,
-    candidate: Candidate | None = None,
+    candidate: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The record of one trial, in seconds, bytes and FLOPs; figures of a trial that is not ok are None.
 
-    The columns of METHODS are those of ``candidate``: a Plan has stages and ranks, not how they were chosen.
+    The columns of METHODS are those of the plan's ``candidate``: a Plan does not record how it was made.
     """
     plan = measurement.plan
     ok = measurement.status is Status.OK
@@ -86,7 +85,7 @@ def record(
         "shard_optimizer": plan.shard_optimizer,
         "sequence_parallel": plan.sequence_parallel,
         "tensor_overlap": plan.tensor_overlap,
-        **{name: getattr(candidate, name, None) for name in METHODS},
+        **{name: (candidate or {}).get(name) for name in METHODS},
         "iteration_s": seconds,
         "spread_s": measurement.spread_s if ok else None,
         "predicted_s": predicted_s,

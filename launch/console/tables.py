@@ -11,7 +11,6 @@ from tabulate import tabulate
 
 from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.measurement import Measurement, Status
-from auto3d.search.space import Candidate
 from launch.console.records import aligned, cells, columns_of, compare, csv_text, record, same_choices, what_rates_are
 from launch.recipe.load import LoadedRecipe, load
 from launch.recipe.settings import emulation
@@ -34,7 +33,7 @@ class Results:
     left_out: int  # number of candidates beyond search.max_trials
     predicted_s: Mapping[Plan, float] = field(default_factory=dict)  # seconds per iteration of plans that have any
     predicted_on: str = ""  # the basis of these predictions
-    candidates: Mapping[Plan, Candidate] = field(default_factory=dict)
+    candidates: Mapping[Plan, Mapping[str, Any]] = field(default_factory=dict)  # fields of each plan's Candidate
     baseline: str = ""  # pairs key=value that name the row to which the others are compared
 
 

@@ -3,9 +3,10 @@
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum, auto
 from functools import cache
+from typing import Any
 
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
@@ -44,7 +45,7 @@ class Sweep:
     left_out: int  # number of candidates beyond search.max_trials
     predictions: PlanPredictions
     infeasible: dict[Trial, str]  # plans that a peer cannot train, with the reasons
-    candidates: dict[Plan, Candidate]  # candidates of all these plans
+    candidates: dict[Plan, dict[str, Any]]  # fields of the Candidate of each of these plans
 
     def ended(self) -> dict[Trial, Measurement]:
         """The measurements of the trials that have ended."""
@@ -73,7 +74,8 @@ def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) ->
 
         initial_weights(recipe, graph_at(samples_at_once(plans[0])))
     infeasible = {trial: found.infeasible[trial.plan].reason for trial in trials_of(recipe, list(found.infeasible))}
-    candidates = found.candidates | {plan: one.candidate for plan, one in found.infeasible.items()}
+    every = found.candidates | {plan: one.candidate for plan, one in found.infeasible.items()}
+    candidates = {plan: asdict(candidate) for plan, candidate in every.items()}
     return Sweep(trials_of(recipe, plans), found.left_out, predictions, infeasible, candidates)
 
 
@@ -85,7 +87,7 @@ def _chosen_before(recipe: LoadedRecipe) -> list[Candidate]:
     sweep = last_sweep(recipe)
     if sweep is None or sweep.settings != settings_digest(recipe):
         return []
-    return [sweep.candidates[name] for name in sweep.trials if name in sweep.candidates]
+    return [Candidate(**sweep.candidates[name]) for name in sweep.trials if name in sweep.candidates]
 
 
 class Retry(Enum):

@@ -15,6 +15,7 @@ from launch.model.candidates import exact_plans
 from launch.model.profile import basis, how_to_measure
 from launch.model.search import algorithm
 from launch.recipe.load import LoadedRecipe
+from launch.recipe.settings import most_trials
 
 EXPLAINED = 3  # best plans whose time is split into its parts
 COVERED = (
@@ -53,12 +54,12 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
     exact = exact_plans(recipe)
     records = []
     ranked = search.ranked()
-    certified = fastest_order(ranked)
+    certified, trials = fastest_order(ranked), most_trials(recipe.values)
     assumed = places_assumed(recipe, model, ranked)
     for place, one in enumerate(ranked):
         estimate = asdict(model.estimate(one.plan)) if place < EXPLAINED else None
         plan, problem = None, ""
-        if place < search.budget.best:
+        if place < trials:
             try:
                 plan = asdict(exact(one))
             except InputError as error:  # for example memory, which the runtime counts tensor by tensor

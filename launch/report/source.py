@@ -79,7 +79,8 @@ def _of_sweep(results: tables.Results) -> ReportSource:
     recipe = results.recipe
     model = PlanningModel(recipe)
     graph_at = cache(model.graph)
-    swept = plans_of_sweep(recipe, graph_at, model, before=list(results.candidates.values()))
+    swept_before = [Candidate(**fields) for fields in results.candidates.values()]
+    swept = plans_of_sweep(recipe, graph_at, model, before=swept_before)
     found = swept.candidates
     costs = candidates.runnable_maker(recipe, graph_at, model).model
     plans = list(_measured_plans(recipe, results.measurements, found, costs, graph_at))

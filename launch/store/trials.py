@@ -19,7 +19,6 @@ from pydantic import TypeAdapter, ValidationError
 from auto3d.errors import InputError
 from auto3d.plan import AUTO3D, NO_OVERLAP, Plan
 from auto3d.runtime.measurement import Measurement, Status
-from auto3d.search.space import Candidate
 from launch.peers.limits import engine_version
 from launch.recipe.load import LoadedRecipe, data_files
 from launch.slurm.executor import on_slurm
@@ -74,7 +73,8 @@ class SweepRecord:
     left_out: int  # number of candidates beyond search.max_trials
     predicted_s: dict[str, float] = field(default_factory=dict)  # name of a trial -> predicted seconds per iteration
     predicted_on: str = ""  # the basis of these predictions
-    candidates: dict[str, Candidate] = field(default_factory=dict)  # name of a trial -> candidate of its plan
+    candidates: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name of a trial -> the Candidate of its plan, by field."""
 
 
 _sweep_adapter = TypeAdapter(SweepRecord)
@@ -232,7 +232,7 @@ def write_sweep(
     left_out: int,
     predicted_s: Mapping[Plan, float],
     predicted_on: str,
-    candidates: Mapping[Plan, Candidate],
+    candidates: Mapping[Plan, Mapping[str, Any]],
 ) -> None:
     """Record the sweep that runs now; ``predicted_s`` need not have all plans."""
     sweep = SweepRecord(
@@ -242,7 +242,7 @@ def write_sweep(
         left_out,
         {trial.name: predicted_s[trial.plan] for trial in trials if trial.plan in predicted_s},
         predicted_on,
-        {trial.name: candidates[trial.plan] for trial in trials},
+        {trial.name: dict(candidates[trial.plan]) for trial in trials},
     )
     write_whole(private_folder(recipe_folder(recipe)) / "sweep.json", dumps(asdict(sweep), indent=1))
 

@@ -180,7 +180,7 @@ def test_a_baseline_is_exactly_one_row_that_ran(folder, plan):
     assert "partition" not in tables.terminal(tables.results(recipe, measured, 4, 0))
     methods = {one.plan: {"partition": "uniform", "placement": "megatron"} for one in measured}
     methods[others[0]] = {"partition": "autopipe", "placement": "megatron"}
-    found = tables.results(recipe, measured, 4, 0, methods=methods, baseline="partition=autopipe")
+    found = tables.results(recipe, measured, 4, 0, candidates=methods, baseline="partition=autopipe")
     assert [(row["partition"], row["speed_up"]) for row in tables.rows(found)] == [
         ("uniform", 1.5),
         ("autopipe", 1.0),
