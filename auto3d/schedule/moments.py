@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
+
 from auto3d.schedule.advance import advance_devices
 from auto3d.schedule.lowering import SENT_AT_MOST
 from auto3d.schedule.operation import Kind, Operation, Schedule
@@ -105,11 +107,12 @@ def _not_exceeded(moments: Iterable[Moment]) -> tuple[Moment, ...]:
         groups.setdefault(moment.key, {}).setdefault(moment.counts, moment)
     kept: list[Moment] = []
     for key in sorted(groups):
-        highest: list[tuple[int, ...]] = []
-        for counts in sorted(groups[key], reverse=True):  # a moment comes after those that exceed it
-            if not any(all(a <= b for a, b in zip(counts, other, strict=True)) for other in highest):
-                highest.append(counts)
-        kept += [groups[key][counts] for counts in reversed(highest)]
+        every = sorted(groups[key], reverse=True)  # a moment comes after those that exceed it
+        table, places, highest = np.array(every), np.arange(len(every)), list[int]()
+        while len(places):
+            highest.append(int(places[0]))
+            places = places[(table[places] > table[places[0]]).any(axis=1)]
+        kept += [groups[key][every[place]] for place in reversed(highest)]
     return tuple(kept)
 
 
