@@ -72,6 +72,7 @@ class Traffic:
         self._inside: Counter[int] = Counter()  # node -> number of devices that communicate inside the node
         self._outside: Counter[int] = Counter()  # node -> number of devices that communicate with other nodes
         self._links: dict[tuple[int, ...], Link] = {}
+        self._group_links: dict[tuple[int, ...], GroupLink] = {}
         for group in groups:
             assert len(set(group)) == len(group), f"group {group} has a device twice"
             homes = Counter(cluster.node_of[device] for device in group)
@@ -155,6 +156,12 @@ class Traffic:
 
     def group_link(self, group: Group) -> GroupLink:
         """The link of ``group``, with the collectives that were measured on it."""
+        key = tuple(group)
+        if key not in self._group_links:
+            self._group_links[key] = self._find_group_link(group)
+        return self._group_links[key]
+
+    def _find_group_link(self, group: Group) -> GroupLink:
         homes = {self._cluster.node_of[device] for device in group}
         node = self._cluster.nodes[min(homes)]
         if len(homes) > 1 or node.collectives is None:

@@ -20,7 +20,7 @@ from auto3d.cost.memory.plan import PlanMemory
 from auto3d.cost.memory.stage import StageMemory
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
-from auto3d.cost.share import Share, shares_of
+from auto3d.cost.share import Share, share_of, shares_of
 from auto3d.cost.stage_messages import StageMessages
 from auto3d.cost.stage_times import StageTimes
 from auto3d.cost.tables import without
@@ -104,6 +104,7 @@ class CostModel:
         self._has_handling = any(any(node.handling) for node in cluster.nodes)
         self._has_slowdown = any(node.slowdown for node in cluster.nodes)
         self._traffic = lru_cache(1024)(self._make_traffic)
+        self._pass_times = lru_cache(2**14)(self._find_pass_times)  # the plans of a search have many stages in common
 
     def on(self, cluster: Cluster) -> "CostModel":
         """The cost model of the same model and training on another cluster."""
@@ -227,6 +228,8 @@ class CostModel:
         """
         shape, shares = shape_of(plan), shares_of(plan)
         traffic = self._traffic_of(plan)
+        halved = plan.tp > 1 and plan.tensor_overlap == SUB_PIPELINED
+        sizes = plan.micro_batch_size, shape.sample_parts, halved, share_of(plan)
         passes: list[list[PassTimes]] = []  # by stage, one for each share
         update = []
         for number, stage in enumerate(plan.stages):
@@ -235,7 +238,8 @@ class CostModel:
             if traffic.crosses:
                 accelerator = accelerator.crossing()
             link = traffic.tensor[home[0], pipeline] if plan.tp > 1 and collectives else None
-            passes.append([self._pass_times(plan, number, share, accelerator, link) for share in shares])
+            recompute = number in shape.recompute
+            passes.append([self._pass_times(stage, recompute, share, accelerator, link, *sizes) for share in shares])
             group = plan.placement[home[0]][:: plan.tp]
             update.append(
                 update_s(self._work, self.training, plan, stage, accelerator=accelerator, group=group, traffic=traffic)
@@ -272,21 +276,30 @@ class CostModel:
             backward_of_slice=tuple(map(tuple, backward)) if shape.slices > 1 else (),
         )
 
-    def _pass_times(
-        self, plan: Plan, number: int, share: Share, accelerator: Accelerator, link: GroupLink | None
+    def _find_pass_times(
+        self,
+        stage: StagePlan,
+        recompute: bool,
+        share: Share,
+        accelerator: Accelerator,
+        link: GroupLink | None,
+        micro_batch_size: int,
+        parts: int,
+        halved: bool,
+        share_of_rank: Share,
     ) -> PassTimes:
-        """The times of ``share`` of stage ``number`` of ``plan``; without ``link``, collectives take no time."""
-        shape, stage = shape_of(plan), plan.stages[number]
-        parts = shape.sample_parts
-        samples = plan.micro_batch_size // parts
-        halved = plan.tp > 1 and plan.tensor_overlap == SUB_PIPELINED
+        """The times of ``share`` of ``stage`` in micro-batches of that size, whose samples run in ``parts``.
+
+        Without ``link``, collectives take no time. If passes are ``halved``, two halves of a micro-batch take turns.
+        """
+        samples = micro_batch_size // parts
         if halved and samples // stage.replicas % 2:
             raise PlanError(
                 f"tensor_overlap: {SUB_PIPELINED} halves each micro-batch, and a stage runs "
                 f"{samples // stage.replicas} samples of it at once; use a micro_batch_size that makes them even"
             )
         each, divisor = self._work.slice_of(samples, 2 * stage.replicas if halved else stage.replicas)
-        dropped = without(stage.operations, self._work.kept(each, stage)) if number in shape.recompute else ()
+        dropped = without(stage.operations, self._work.kept(each, stage)) if recompute else ()
 
         def seconds(link: GroupLink | None) -> tuple[float, float, float, float]:
             whole = self._stage_times.seconds(each, accelerator, share, link, stage.operations, halved)
@@ -294,7 +307,8 @@ class CostModel:
             return *whole, again
 
         forward, backward, weight, again = seconds(link)
-        accumulated = accumulation_s(self._work, self.training, plan, stage, accelerator)
+        elements = self._work.tables(micro_batch_size, share_of_rank).parameters(stage.operations)
+        accumulated = accumulation_s(self.training, elements, accelerator)
         exposed: tuple[float, ...] = ()
         if link is not None:
             forward_alone, backward_alone, _, again_alone = seconds(None)

@@ -1,11 +1,13 @@
 """Bytes and seconds of the messages between stages."""
 
+from functools import lru_cache
+
 import numpy as np
 
 from auto3d.cluster import Cluster
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
-from auto3d.cost.share import shares_of
+from auto3d.cost.share import Share, shares_of
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.plan import Plan
 from auto3d.schedule.shape import Shape
@@ -18,6 +20,7 @@ class StageMessages:
 
     def __init__(self, cluster: Cluster, work: ModelWork, training: TrainingOptions) -> None:
         self._cluster, self._work, self._training = cluster, work, training
+        self._crossing = lru_cache(2**14)(self._find_crossing)  # the plans of a search have many cuts in common
 
     def cost(self, plan: Plan, shape: Shape, boundary: int, pipeline: int, traffic: PlacedTraffic) -> MessageCost:
         """The cost of the boundary between stages ``boundary`` and ``boundary`` + 1."""
@@ -47,7 +50,8 @@ class StageMessages:
         """
         end = plan.stages[boundary].operations[-1][1]
         replicas = min(plan.stages[number].replicas for number in (boundary, boundary + 1))
-        sent, gathered = self.crossing(plan, plan.micro_batch_size // shape.sample_parts, end)
+        samples = plan.micro_batch_size // shape.sample_parts
+        sent, gathered = self._crossing(shares_of(plan), plan.tp, samples, end)
         return float(sent) / replicas, float(gathered) / replicas
 
     def crossing(self, plan: Plan, samples: int, cuts: int | list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -56,8 +60,13 @@ class StageMessages:
         They are those of ``samples`` or, if a micro-batch runs in slices of its sequence, of their mean slice.
         With scattered messages each rank sends an equal part of a whole value (Narayanan et al. 2021, section 4.1).
         """
-        local = np.mean([self._work.work_at(samples, share).crossing[cuts] for share in shares_of(plan)], axis=0)
-        if plan.tp == 1 or not self._training.scattered_messages:
+        return self._find_crossing(shares_of(plan), plan.tp, samples, cuts)
+
+    def _find_crossing(
+        self, shares: tuple[Share, ...], tp: int, samples: int, cuts: int | list[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        local = np.mean([self._work.work_at(samples, share).crossing[cuts] for share in shares], axis=0)
+        if tp == 1 or not self._training.scattered_messages:
             return local, 0 * local
         whole = self._work.work_at(samples).crossing[cuts]
-        return whole / plan.tp, np.where(local < whole, 0.0, whole)
+        return whole / tp, np.where(local < whole, 0.0, whole)

@@ -1,6 +1,7 @@
 """Sums of a model's work over ranges of operations, which a search looks up many times."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -15,6 +16,8 @@ class WorkTables:
     def __init__(self, work: Work) -> None:
         self.work = work
         self._sums: dict[str, np.ndarray] = {}
+        self.parameters = lru_cache(2**12)(self._count_parameters)  # the plans of a search have many stages in common
+        self._holders = lru_cache(2**8)(self._find_holders)
 
     def blocks_of(self, operations: Sequence[tuple[int, int]]) -> int:
         """The number of repeated blocks in ``operations``."""
@@ -69,7 +72,7 @@ class WorkTables:
         table = self._sums[name]
         return sum(float(table[last] - table[first]) for first, last in operations)
 
-    def parameters(self, operations: Sequence[tuple[int, int]]) -> float:
+    def _count_parameters(self, operations: tuple[tuple[int, int], ...]) -> float:
         """Elements of the trained parameters that ``operations`` use, each counted once."""
         total = self._sum("parameters", operations)
         for elements, users in self.work.tied:
@@ -86,9 +89,12 @@ class WorkTables:
 
     def shared(self, stages: Sequence[StagePlan]) -> list[tuple[float, list[int]]]:
         """Parameters that are tied across stages: (elements on each rank, numbers of the stages) of each."""
+        return self._holders(tuple(stage.operations for stage in stages)) if self.work.tied else []
+
+    def _find_holders(self, stages: tuple[tuple[tuple[int, int], ...], ...]) -> list[tuple[float, list[int]]]:
         tied = []
         for elements, users in self.work.tied:
-            holders = [n for n, stage in enumerate(stages) if any(_inside(user, stage.operations) for user in users)]
+            holders = [n for n, operations in enumerate(stages) if any(_inside(user, operations) for user in users)]
             if len(holders) > 1:
                 tied.append((elements, holders))
         return tied

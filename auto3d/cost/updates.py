@@ -32,12 +32,10 @@ def update_s(
     return whole + elements / len(group) * each + traffic.sync.collective_s(Collective.ALL_GATHER, group, size)
 
 
-def accumulation_s(
-    work: ModelWork, training: TrainingOptions, plan: Plan, stage: StagePlan, accelerator: Accelerator
-) -> float:
-    """Seconds in which a backward adds the gradients of the stage's parameters to their buffers."""
+def accumulation_s(training: TrainingOptions, elements: float, accelerator: Accelerator) -> float:
+    """Seconds in which a backward adds the gradients of a stage's ``elements`` of parameters to their buffers."""
     bandwidth = accelerator.memory_bandwidth * accelerator.memory_efficiency
-    return work.elements(plan, stage.operations) * training.times.accumulated_bytes / bandwidth
+    return elements * training.times.accumulated_bytes / bandwidth
 
 
 def syncs_s(

@@ -51,14 +51,14 @@ def subgraph_starts(graph: Graph, stage: StagePlan, bounds: Sequence[int]) -> li
     return list(starts.values())
 
 
-def kept_count(starts: Sequence[int], fraction: float) -> int:
-    """The number of subgraphs that begin at ``starts`` of which this fraction is kept, rounded down."""
-    return int(fraction * len(starts) + _ROUNDING)
+def kept_count(subgraphs: int, fraction: float) -> int:
+    """The number of subgraphs that are this fraction of ``subgraphs``, rounded down."""
+    return int(fraction * subgraphs + _ROUNDING)
 
 
 def keep_last(stage: StagePlan, starts: Sequence[int], fraction: float) -> StagePlan:
     """``stage`` with this fraction of its subgraphs kept, counted from its end; the number is rounded down."""
-    count = kept_count(starts, fraction)
+    count = kept_count(len(starts), fraction)
     if count == len(starts):
         return replace(stage, kept=stage.operations)
     start = starts[-count] if count else stage.operations[-1][1]

@@ -7,14 +7,16 @@ that come from the receiver itself count as a proof. So this takes a search a fr
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+
+import numpy as np
 
 from auto3d.schedule.advance import advance_devices
 from auto3d.schedule.lowering import SENT_AT_MOST
 from auto3d.schedule.operation import Kind, Operation, Schedule
-from auto3d.schedule.shape import Shape
+from auto3d.schedule.shape import Listing, Shape, listed
 
 COUNTS = (
     "in_flight",  # micro-batches, or parts of them, from the forward until the backward, or until its input half
@@ -58,22 +60,19 @@ def stages_of(schedule: Schedule | Shape, device: int) -> tuple[int, ...]:
     return tuple(sorted({stage for (stage, _), home in schedule.device_of.items() if home == device}))
 
 
-@lru_cache(1024)  # shapes are few, and each is asked for by many plans
-def highest_moments(shape: Shape) -> tuple[tuple[Moment, ...], ...]:
-    """Per device, the moments that no other moment with the same key reaches or exceeds in every count."""
-    listed, skipped = shape.first_periods()
+def highest_moments(shape: Shape, device: int) -> tuple[Moment, ...]:
+    """The moments of ``device`` that no other moment with the same key reaches or exceeds in every count."""
+    listing, skipped = shape.first_periods()
     if not skipped:
-        return _highest(listed)
-    before = _highest(shape.first_periods(fewer=1)[0])
+        return _highest(listing, device)
+    listing_before, _ = shape.first_periods(fewer=1)
+    before = _highest(listing_before, device)
     if not shape.grows:  # one period more holds no more
-        return tuple(tuple(map(_without_numbers, moments)) for moments in before)
-    highest = _highest(listed)
-    if [[one.key for one in here] for here in highest] != [[one.key for one in here] for here in before]:
-        return _highest(shape.schedule())
-    return tuple(
-        tuple(_grown(one, earlier, skipped) for one, earlier in zip(*both, strict=True))
-        for both in zip(highest, before, strict=True)
-    )
+        return tuple(map(_without_numbers, before))
+    if any(_keys(listing, each) != _keys(listing_before, each) for each in range(shape.devices)):
+        return _highest(shape.listing, device)
+    pairs = zip(_highest(listing, device), before, strict=True)
+    return tuple(_grown(one, earlier, skipped) for one, earlier in pairs)
 
 
 def _without_numbers(moment: Moment) -> Moment:
@@ -88,21 +87,32 @@ def _grown(moment: Moment, before: Moment, times: int) -> Moment:
     return replace(_without_numbers(moment), counts=counts)
 
 
-def _highest(schedule: Schedule) -> tuple[tuple[Moment, ...], ...]:
-    return tuple(_not_exceeded(each) for each in all_moments(schedule))
+@lru_cache(2**14)  # listings are few: shapes of many micro-batches have the same first ones
+def _highest(listing: Listing, device: int) -> tuple[Moment, ...]:
+    return _not_exceeded(_moments(listed(listing), device, _messages(listing).changes(device)))
 
 
-def _not_exceeded(moments: Sequence[Moment]) -> tuple[Moment, ...]:
+def _keys(listing: Listing, device: int) -> list[Key]:
+    return [one.key for one in _highest(listing, device)]
+
+
+@lru_cache(8)  # a few: those of a schedule of many micro-batches take megabytes
+def _messages(listing: Listing) -> "_Messages":
+    return _Messages(listed(listing))
+
+
+def _not_exceeded(moments: Iterable[Moment]) -> tuple[Moment, ...]:
     groups: dict[Key, dict[tuple[int, ...], Moment]] = {}
     for moment in moments:
         groups.setdefault(moment.key, {}).setdefault(moment.counts, moment)
     kept: list[Moment] = []
     for key in sorted(groups):
-        highest: list[tuple[int, ...]] = []
-        for counts in sorted(groups[key], reverse=True):  # a moment comes after those that exceed it
-            if not any(all(a <= b for a, b in zip(counts, other, strict=True)) for other in highest):
-                highest.append(counts)
-        kept += [groups[key][counts] for counts in reversed(highest)]
+        every = sorted(groups[key], reverse=True)  # a moment comes after those that exceed it
+        table, places, highest = np.array(every), np.arange(len(every)), list[int]()
+        while len(places):
+            highest.append(int(places[0]))
+            places = places[(table[places] > table[places[0]]).any(axis=1)]
+        kept += [groups[key][every[place]] for place in reversed(highest)]
     return tuple(kept)
 
 

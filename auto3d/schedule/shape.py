@@ -16,6 +16,9 @@ PERIODS = 2  # every periodic schedule repeats itself after this many periods
 
 _WEIGHT_HALF = Kind.BACKWARD_WEIGHT
 
+Listing = tuple[str, int, int, tuple[tuple[str, int | str], ...]]
+"""Name of a schedule, pipeline devices, micro-batches, and options."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -52,19 +55,24 @@ class Shape:
             homes[stage].append(device)
         return tuple(tuple(devices) for devices in homes)
 
-    def first_periods(self, *, fewer: int = 0) -> tuple[Schedule, int]:
-        """The schedule of as many micro-batches as it takes to repeat itself, and the number of periods left out.
+    def first_periods(self, *, fewer: int = 0) -> tuple[Listing, int]:
+        """The listing of as many micro-batches as it takes to repeat itself, and the number of periods left out.
 
         ``fewer`` leaves out that many more.
         """
         period = _period(self.devices, self.options)
         skipped = _skipped(self.name, period, self.micro_batches) + fewer
-        micro_batches = self.micro_batches - skipped * period
-        return _schedule(self.name, self.devices, micro_batches, tuple(sorted(self.options.items()))), skipped
+        name, devices, micro_batches, options = self.listing
+        return (name, devices, micro_batches - skipped * period, options), skipped
+
+    @property
+    def listing(self) -> Listing:
+        """What decides the operations of the schedule."""
+        return self.name, self.devices, self.micro_batches, tuple(sorted(self.options.items()))
 
     def schedule(self) -> Schedule:
         """The schedule itself, with all its operations."""
-        return _schedule(self.name, self.devices, self.micro_batches, tuple(sorted(self.options.items())))
+        return listed(self.listing)
 
 
 def shape_of(plan: Plan) -> Shape:
@@ -121,6 +129,8 @@ def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str
     )
 
 
-@lru_cache(64)  # small, since a schedule of many micro-batches takes megabytes
-def _schedule(name: str, devices: int, micro_batches: int, options: tuple[tuple[str, int | str], ...]) -> Schedule:
+@lru_cache(16)  # small, since a schedule of many micro-batches takes megabytes
+def listed(listing: Listing) -> Schedule:
+    """The schedule of ``listing``, with all its operations."""
+    name, devices, micro_batches, options = listing
     return build_schedule(name, devices=devices, micro_batches=micro_batches, **dict(options))

@@ -41,8 +41,10 @@ class PlanMaker:
     """Makes Plans of the model ``planned`` for ``workload``, with the cluster and times of the cost model ``model``.
 
     ``shortage`` returns which device lacks memory for a Plan, or an empty string if the Plan fits (default: by
-    ``model``, on devices whose memory is known); ``memory`` has the bytes that it compares, if it compares any. ``check`` raises InputError for a Plan that is impossible for another
-    reason. ``order_seconds`` is the time in which the order of a synthesized schedule is sought.
+    ``model``, on devices whose memory is known). ``memory`` has the bytes that ``shortage`` compares with those of the
+    cluster's devices; without it, recompute auto asks ``shortage`` about every kept fraction. ``check`` raises
+    InputError for a Plan that is impossible for another reason. ``order_seconds`` is the time in which the order of a
+    synthesized schedule is sought.
     """
 
     def __init__(

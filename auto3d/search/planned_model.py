@@ -84,6 +84,7 @@ class PlannedGraphs:
         self.cuts = lru_cache(None)(lambda samples: cuts(self.graph(samples)))
         self.outline = lru_cache(None)(lambda samples: outline_of(self.graph(samples)))
         self.split = lru_cache(None)(split)
+        self._starts = lru_cache(2**12)(self._find_starts)  # the plans of a search have many stages in common
 
     def work(self, samples: int, share: Share = WHOLE) -> Work:
         return self._work(samples) if share == WHOLE else self._share_work(samples, share)
@@ -92,7 +93,10 @@ class PlannedGraphs:
         return self.graph(samples).fingerprint
 
     def starts(self, stage: StagePlan, samples: int) -> Sequence[int]:
-        return subgraph_starts(self.graph(samples), stage, self.cuts(samples))
+        return self._starts(stage.operations, samples)
+
+    def _find_starts(self, operations: tuple[tuple[int, int], ...], samples: int) -> Sequence[int]:
+        return subgraph_starts(self.graph(samples), StagePlan(operations=operations), self.cuts(samples))
 
     def check_trainable(
         self, schedule: Schedule, stages: Sequence[StagePlan], samples: int, *, clip_norm: float

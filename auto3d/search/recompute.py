@@ -79,13 +79,12 @@ class KeptFractions:
     @cached_property
     def kept_from(self) -> np.ndarray:
         """[fractions of ``first``, stages]: the position from which each stage keeps its operations until its end."""
-        fractions = np.array([kept_fractions(self._in_flight, first) for first in self.first])
-        found = np.empty(fractions.shape, dtype=int)
+        counts = _kept_counts(self._in_flight, tuple(map(len, self._starts)))
+        found = np.empty(counts.shape, dtype=int)
         for number, (stage, starts) in enumerate(zip(self._plan.stages, self._starts, strict=True)):
             begin, end = stage.operations[0][0], stage.operations[-1][1]
-            counts = [kept_count(starts, fraction) for fraction in fractions[:, number].tolist()]
             positions = np.array([end, *starts[:0:-1], begin])  # of 0, 1, 2, … kept subgraphs
-            found[:, number] = positions[counts]
+            found[:, number] = positions[counts[:, number]]
         return found
 
 
@@ -93,6 +92,13 @@ class KeptFractions:
 def _rounded_first(in_flight: tuple[int, ...], subgraphs: tuple[int, ...]) -> tuple[float, ...]:
     exact = first_fractions(in_flight, subgraphs)
     return tuple(sorted({ceil(round(fraction * 10**4, 6)) / 10**4 for fraction in exact}))
+
+
+@lru_cache(256)
+def _kept_counts(in_flight: tuple[int, ...], subgraphs: tuple[int, ...]) -> np.ndarray:
+    """[fractions, stages]: the subgraphs that each stage keeps at each α₁ of ``_rounded_first``."""
+    rows = (kept_fractions(in_flight, first) for first in _rounded_first(in_flight, subgraphs))
+    return np.array([list(map(kept_count, subgraphs, fractions)) for fractions in rows])
 
 
 @dataclass(frozen=True, kw_only=True)

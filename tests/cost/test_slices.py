@@ -10,6 +10,7 @@ import pytest
 from auto3d.cluster import Accelerator, Cluster, Link, Node
 from auto3d.cost.layers import Layer, work_of_layers
 from auto3d.cost.memory.segment import Peak
+from auto3d.cost.memory.segments import Segments
 from auto3d.cost.memory.stage import mean_of_slices, stage_memory
 from auto3d.cost.model import CostModel
 from auto3d.cost.model_work import ModelWork
@@ -173,7 +174,7 @@ def test_a_slice_takes_a_measured_time_in_proportion_to_its_estimate():
 
 def test_a_stage_holds_the_mean_of_slices_and_its_peaks_are_the_largest():
     _, of_slices = works("gpt2-wide", 4, SLICES)
-    each = [stage_memory(work.tensors, ((0, work.tensors.count),), (), split=False) for work in of_slices]
+    each = [stage_memory(Segments(work.tensors), ((0, work.tensors.count),), (), split=False) for work in of_slices]
     found = mean_of_slices(each)
     assert found.in_flight == pytest.approx(np.mean([one.in_flight for one in each]))
     assert found.backward == max((one.backward for one in each), key=lambda peak: peak.size)

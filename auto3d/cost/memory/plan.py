@@ -64,9 +64,9 @@ class _Moments:
         self.key_of = np.array([distinct.index(key) for key in self.keys])
 
 
-@lru_cache(1024)
-def _highest(shape: Shape) -> tuple[_Moments, ...]:
-    return tuple(_Moments(moments) for moments in highest_moments(shape))
+@lru_cache(2**14)
+def _highest(shape: Shape, device: int) -> _Moments:
+    return _Moments(highest_moments(shape, device))
 
 
 @lru_cache(4096)
@@ -173,7 +173,7 @@ class PlanMemory:
         """Peak bytes of tensors on pipeline device ``device``."""
         shape = shape_of(plan)
         needs = self._device(plan, shape, device, dict(enumerate(plan.stages)))
-        return float(needs.totals(_highest(shape)[device]).max())
+        return float(needs.totals(_highest(shape, device)).max())
 
     def at_least(self, plan: Plan, device: int, kept_from: Mapping[int, np.ndarray]) -> np.ndarray | None:
         """[variants]: lower bounds of the peak bytes of ``device`` where its stages keep other parts of themselves.
@@ -187,7 +187,7 @@ class PlanMemory:
         one_span = all(len(stage.operations) == 1 for stage in stages.values())
         if self._training.system is not None or not self._training.recompute_ends or not one_span:
             return None
-        moments, needs = _highest(shape)[device], self._device(plan, shape, device, stages)
+        moments, needs = _highest(shape, device), self._device(plan, shape, device, stages)
         per_count = needs.per_count.reshape(-1, len(COUNTS)).copy()
         per_count[:, COUNTS.index("recomputed")] = per_count[:, COUNTS.index("sent")] = 0
         for row, number in enumerate(numbers):
@@ -225,9 +225,8 @@ class PlanMemory:
         A device with one stage needs exactly these bytes. A device with several needs at most the sum of theirs.
         """
         shape = shape_of(plan)
-        moments = _highest(shape)
         return {
-            device: float(self._device(plan, shape, device, {number: stage}).totals(moments[device]).max())
+            device: float(self._device(plan, shape, device, {number: stage}).totals(_highest(shape, device)).max())
             for device in dict.fromkeys(shape.homes[number])
         }
 
@@ -236,7 +235,8 @@ class PlanMemory:
         that needs most of them. What a backward recomputes inside itself is an activation."""
         shape, stages = shape_of(plan), dict(enumerate(plan.stages))
         found = []
-        for device, moments in enumerate(_highest(shape)):
+        for device in range(shape.devices):
+            moments = _highest(shape, device)
             needs = self._device(plan, shape, device, stages)
             per_count = needs.per_count.reshape(-1, len(COUNTS)).copy()
             per_count[:, len(_ACTIVATIONS) :] = 0
@@ -256,7 +256,8 @@ class PlanMemory:
         """The peak of each pipeline device with its witness."""
         shape, stages = shape_of(plan), dict(enumerate(plan.stages))
         found = []
-        for device, moments in enumerate(_highest(shape)):
+        for device in range(shape.devices):
+            moments = _highest(shape, device)
             needs = self._device(plan, shape, device, stages)
             found.append(self._witness(plan, needs, moments, stages))
         return tuple(found)
@@ -267,7 +268,7 @@ class PlanMemory:
         The tensors of each entry of the witness add up to it.
         """
         shape, stages = shape_of(plan), dict(enumerate(plan.stages))
-        needs, moments = self._device(plan, shape, device, stages), _highest(shape)[device]
+        needs, moments = self._device(plan, shape, device, stages), _highest(shape, device)
         moment = moments.moments[int(needs.totals(moments).argmax())]
         reserve = needs.constant["reserve"]
         found = [HeldTensor(name="context and libraries", kind="reserve", bytes=reserve, count=1)]

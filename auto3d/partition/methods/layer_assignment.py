@@ -42,18 +42,23 @@ def shortest_pipeline(
     ``speeds`` the speed of each part's device.
     """
     last = len(before) - 1
-    fastest = max(speeds)
+    fastest, cheapest = max(speeds), min(messages[1:last], default=0.0)
+    whole = (before[last] - before[0]) / fastest  # the least sum of stage times
     bound = _balanced_objective(before, messages, speeds, micro_batches)
     best: list[list[_Assignment]] = [[] for _ in before]
     best[0] = [_Assignment(0.0, 0.0, 0, None)]
     for stage, speed in enumerate(speeds):
         reached: list[list[_Assignment]] = [[] for _ in before]
-        final = stage == len(speeds) - 1
+        left = len(speeds) - 1 - stage
+        final = not left
         for place in [last] if final else range(1, last):
             candidates = []
+            remaining = (before[last] - before[place]) / fastest
+            least_slowest = remaining / max(1, left)  # that of the later stages
+            after = remaining + cheapest * max(0, left - 1)
             for start in range(place - 1, -1, -1):
                 time = (before[place] - before[start]) / speed
-                if (micro_batches - 1) * time + time > bound:  # earlier starts take even longer
+                if (micro_batches - 1) * time + whole > bound:  # earlier starts take even longer
                     break
                 if time <= 0:
                     continue
@@ -61,7 +66,7 @@ def shortest_pipeline(
                 for assignment in best[start]:
                     slowest = max(assignment.slowest, time)
                     rest = assignment.rest + time + message
-                    least = (micro_batches - 1) * slowest + rest + (before[last] - before[place]) / fastest
+                    least = (micro_batches - 1) * max(slowest, least_slowest) + rest + after
                     if least <= bound:
                         candidates.append(_Assignment(slowest, rest, place, assignment))
             reached[place] = _unbeaten(candidates)
