@@ -20,7 +20,7 @@ from torch import fx
 from auto3d.capture.in_place import is_mutable
 from auto3d.capture.model import CapturedModel
 from auto3d.tensor.derivation import Converted, Decision, Derivation, ImpossibleSplitError
-from auto3d.tensor.operations import Numbers, Operation, has_gradient, program_operations
+from auto3d.tensor.operations import Numbers, ProgramOperation, analysed, has_gradient
 from auto3d.tensor.placement_costs import Operand, PlacementCosts
 from auto3d.tensor.search_states import (
     UNPLACED,
@@ -84,7 +84,7 @@ class _Search:
     ) -> None:
         exported = captured.exported
         self._operations = tuple(operations)
-        self._program = program_operations(captured)
+        self._program = analysed(captured)
         self._pinned = pinned
         self._name_of = {**exported.parameters, **exported.buffers}
         self.costs = PlacementCosts(captured, shards, sequence_parallel=sequence_parallel)
@@ -267,7 +267,7 @@ class _Search:
             self._sets.append(placements)
         return number
 
-    def _operand(self, node: fx.Node, operation: Operation | None = None) -> Operand:
+    def _operand(self, node: fx.Node, operation: ProgramOperation | None = None) -> Operand:
         if operation is None and node in self._about:
             return self._about[node]
         call = None if operation is None else operation.call
@@ -351,7 +351,7 @@ class _Search:
                         found.append((sum(cost for cost in costs if cost is not None), path))
         return found
 
-    def _impossible(self, operation: Operation) -> _DeadEndError | ImpossibleSplitError:
+    def _impossible(self, operation: ProgramOperation) -> _DeadEndError | ImpossibleSplitError:
         """The error if no way to run ``operation`` remains: state that is split does not fit it."""
         nodes = list(operation.call.operands)
         free = [node.name for node in nodes if node.name in self._program.state and node.name not in self._pinned]

@@ -26,7 +26,7 @@ class Numbers(dict[Hashable, int]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operation:
+class ProgramOperation:
     """One operation of the program, and the values that are live around it: made or used before, and used later."""
 
     call: Call
@@ -47,10 +47,10 @@ class Operation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProgramOperations:
-    """The operations of a program in order."""
+class AnalysedProgram:
+    """A program by its operations, in order."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[ProgramOperation, ...]
     state: Set[str]  # names of the placeholders of parameters and buffers
     from_state: Set[fx.Node]  # state, and what is computed from one tensor of it alone
     tables: Set[fx.Node]  # real state of two dimensions or more, and its views
@@ -58,29 +58,29 @@ class ProgramOperations:
     weights: Set[fx.Node]  # those of all operations
 
 
-def program_operations(captured: CapturedModel) -> ProgramOperations:
-    """The operations of ``captured``, which keeps them: each degree needs them again."""
-    if program_operations not in captured.derived:
+def analysed(captured: CapturedModel) -> AnalysedProgram:
+    """The operations of ``captured``, which keeps the result: each degree needs it."""
+    if analysed not in captured.derived:
         exported = captured.exported
-        captured.derived[program_operations] = operations_among(
+        captured.derived[analysed] = analysed_calls(
             calls_of(exported.program, exported.copies),
             state=exported.parameters.keys() | exported.buffers.keys(),
             written={name for name, buffer in exported.buffers.items() if buffer in exported.written_buffers},
             flops={node.name: node.flops for node in captured.graph.nodes},
             loss=exported.loss,
         )
-    return captured.derived[program_operations]
+    return captured.derived[analysed]
 
 
-def operations_among(
+def analysed_calls(
     calls: Sequence[Call],
     *,
     state: Set[str] = frozenset(),
     written: Set[str] = frozenset(),
     flops: Mapping[str, int] | None = None,
     loss: str = "",
-) -> ProgramOperations:
-    """The operations that ``calls`` of one program are.
+) -> AnalysedProgram:
+    """The operations of a program whose ``calls`` these are.
 
     ``state`` has the placeholders of parameters and buffers, of which operations write to those in ``written``.
     """
@@ -145,7 +145,7 @@ def operations_among(
         ]
         use = uses[kind, staying, tuple([(n, value(node)) for n, node in needed])]
         found.append(
-            Operation(
+            ProgramOperation(
                 call=call,
                 rule=ruled[number].rule,
                 weights=weights[number],
@@ -162,7 +162,7 @@ def operations_among(
                 live=live,
             )
         )
-    return ProgramOperations(
+    return AnalysedProgram(
         operations=tuple(found),
         state=state,
         from_state=from_state,

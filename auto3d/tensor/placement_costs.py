@@ -6,7 +6,7 @@ from torch import fx
 
 from auto3d.capture.model import CapturedModel
 from auto3d.tensor.collectives import CONVERSION_BETWEEN, Collective, Conversion
-from auto3d.tensor.operations import Operation, has_gradient, program_operations
+from auto3d.tensor.operations import ProgramOperation, analysed, has_gradient
 from auto3d.tensor.rules.call import Way
 from auto3d.tensor_placement import PlacementKind, Split, TensorPlacement
 
@@ -45,7 +45,7 @@ class PlacementCosts:
         # Copied state is summed once per iteration; with few micro-batches that costs as much as a collective in each.
         self._sync = 1e-3 if sequence_parallel else 1.0
         self._samples = exported.micro_batch_size
-        self._of_samples = program_operations(captured).of_samples
+        self._of_samples = analysed(captured).of_samples
         self._flops = {node.name: node.flops for node in captured.graph.nodes}
 
     def of_copied_state(self, operand: Operand) -> float:
@@ -91,7 +91,7 @@ class PlacementCosts:
         """Bytes of the value of ``node`` for one sample."""
         return self._per_sample(node, node.meta["val"].nbytes)
 
-    def flops(self, operation: Operation) -> int:
+    def flops(self, operation: ProgramOperation) -> int:
         """Forward FLOPs of ``operation`` for one sample."""
         node = operation.call.node
         return self._per_sample(node, self._flops.get(node.name, 0))
@@ -100,7 +100,7 @@ class PlacementCosts:
         """Bytes that each rank sends in an all-reduce of ``operand``, by a ring."""
         return 2 * (self._shards - 1) / self._shards * operand.bytes
 
-    def of_way(self, operation: Operation, way: Way) -> float:
+    def of_way(self, operation: ProgramOperation, way: Way) -> float:
         """One way to run ``operation``, without conversions: what its results hold, and products of whole weights."""
         call, whole_share = operation.call, 1 - 1 / self._shards
         cost = 0.0

@@ -9,12 +9,12 @@ from torch import fx
 
 from auto3d.capture.model import CapturedModel
 from auto3d.tensor.operations import (
+    AnalysedProgram,
     Numbers,
-    Operation,
-    ProgramOperations,
+    ProgramOperation,
+    analysed,
+    analysed_calls,
     has_gradient,
-    operations_among,
-    program_operations,
 )
 from auto3d.tensor.rules.call import Axis, Call, Rule, Way, scaled
 from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, PlacementKind, Split, TensorPlacement
@@ -27,7 +27,7 @@ _NONE = 0  # number of no splits, for a value that is not pinned
 class OperationWays:
     """One operation and the ways to run it."""
 
-    operation: Operation
+    operation: ProgramOperation
     ways: tuple[Way, ...]
     number: int  # equal for operations of one kind that have the same ways
 
@@ -53,12 +53,12 @@ def operations_of(
     may be split in every way that makes sense.
     """
     sequences = captured.exported.micro_batch_size if sequence_parallel else None
-    return _Ways(program_operations(captured), shards, pinned, sequences).operations()
+    return _Ways(analysed(captured), shards, pinned, sequences).operations()
 
 
 def ways_of_call(call: Call, shards: int, possible: Mapping[fx.Node, Iterable[Split]]) -> tuple[Rule, tuple[Way, ...]]:
     """The rule of one call and all ways that it gives if its operands can be split as ``possible`` says."""
-    program = operations_among([call])
+    program = analysed_calls([call])
     (operation,) = program.operations
     return operation.rule, _Ways(program, shards, {}, None).of_operation(operation, possible)
 
@@ -73,7 +73,7 @@ class _Wish:
 
 class _Ways:
     def __init__(
-        self, program: ProgramOperations, shards: int, pinned: Mapping[str, Split | None], samples: int | None
+        self, program: AnalysedProgram, shards: int, pinned: Mapping[str, Split | None], samples: int | None
     ) -> None:
         """``samples`` is the size of the dimension before a sequence's, if sequences may be split."""
         self._program = program
@@ -109,7 +109,7 @@ class _Ways:
             found.append(OperationWays(operation=operation, ways=ways, number=number))
         return tuple(found)
 
-    def of_operation(self, operation: Operation, possible: Mapping[fx.Node, Iterable[Split]]) -> tuple[Way, ...]:
+    def of_operation(self, operation: ProgramOperation, possible: Mapping[fx.Node, Iterable[Split]]) -> tuple[Way, ...]:
         self._possible = {node: tuple(splits) for node, splits in possible.items()}
         return tuple(dict.fromkeys(self._ways_of(operation)))
 
@@ -129,7 +129,7 @@ class _Ways:
             splits.append(Split(1, (shape[1],)))
         return tuple(dict.fromkeys(splits))
 
-    def _ways_of(self, operation: Operation) -> Iterator[Way]:
+    def _ways_of(self, operation: ProgramOperation) -> Iterator[Way]:
         call, rule = operation.call, operation.rule
         copied = tuple(COPIED if has_gradient(operand) else WHOLE for operand in call.operands)
         results = self._result_gradients(operation)
@@ -160,7 +160,7 @@ class _Ways:
         for way in rule.special:
             yield way
 
-    def _result_gradients(self, operation: Operation) -> list[bool]:
+    def _result_gradients(self, operation: ProgramOperation) -> list[bool]:
         value = operation.call.node.meta["val"]
         if isinstance(value, torch.Tensor):
             return [value.requires_grad]
@@ -169,7 +169,7 @@ class _Ways:
             gradients[number] = has_gradient(node)
         return gradients
 
-    def _blocks_along(self, operation: Operation, axis: Axis) -> Iterable[tuple[int, ...]]:
+    def _blocks_along(self, operation: ProgramOperation, axis: Axis) -> Iterable[tuple[int, ...]]:
         """The blocks in which the first operand that has ``axis`` can be split along it."""
         call = operation.call
         first = next(number for number, dim in enumerate(axis.operands) if dim is not None)
@@ -187,7 +187,7 @@ class _Ways:
                         found.setdefault(blocks)
         return list(found)[:_MOST]
 
-    def _decides(self, operation: Operation) -> bool:
+    def _decides(self, operation: ProgramOperation) -> bool:
         """Whether ``operation`` may decide how its state is split: a product, or a view of a weight."""
         operands = operation.call.operands
         return operation.rule.product or (len(operands) == 1 and operands[0] in self._program.tables)
@@ -246,7 +246,7 @@ class _Ways:
 class _Wanted:
     """Finds the splits of each value that later operations could use, from the last operation to the first."""
 
-    def __init__(self, program: ProgramOperations, shards: int) -> None:
+    def __init__(self, program: AnalysedProgram, shards: int) -> None:
         self._program = program
         self._shards = shards
         self._numbers = Numbers({(): _NONE})  # splits of one value -> number
@@ -286,7 +286,7 @@ class _Wanted:
             self._extended[known] = self._numbered((*splits, wish.split)) if is_new else number
         return self._extended[known]
 
-    def _of_operation(self, operation: Operation, results: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    def _of_operation(self, operation: ProgramOperation, results: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
         """(wanted splits of the results, given those of later operations; wishes for operands), all by numbers."""
         call, rule = operation.call, operation.rule
         wishes: list[tuple[int, int]] = []

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from auto3d.capture.model import CapturedModel
 from auto3d.plan import PlanError
-from auto3d.tensor.feature_pieces import FeatureBlock, feature_blocks, input_units
+from auto3d.tensor.feature_pieces import feature_blocks, input_units
 from auto3d.tensor.known_rules import HEAD, HEADS, ROW, SHIPPED, STYLES, VOCABULARY, WHOLE
 from auto3d.tensor_placement import Split
 
@@ -251,7 +251,7 @@ def _splits(captured: CapturedModel, use: WeightUse, word: str, shards: int) -> 
         return {use.weight: Split(dim, (shape[dim],)), **{name: Split(0, (shape[dim],)) for name in biases}}
     if word == ROW:
         return {use.weight: _row(use, shape, shards)}
-    blocks, _ = _blocks_of(captured, use, features)
+    blocks, added = feature_blocks(use.node, use.feature_dim, features, captured.exported.parameters)
     for block in blocks:
         if word == HEADS and not block.has_heads:
             raise PlanError(
@@ -266,7 +266,7 @@ def _splits(captured: CapturedModel, use: WeightUse, word: str, shards: int) -> 
             what = "heads" if block.has_heads else "groups" if use.groups > 1 else "output features"
             raise PlanError(f"tensor_parallel: {use} has {units} {what}, which do not divide into {shards} shards")
     sizes = tuple(block.size for block in blocks)
-    biases = _biases(captured, use, features)
+    biases = [*_own_bias(use), *added]
     return {use.weight: Split(use.output_dim, sizes), **{name: Split(0, sizes) for name in biases}}
 
 
@@ -283,11 +283,10 @@ def _row(use: WeightUse, shape: Sequence[int], shards: int) -> Split:
     return Split(use.input_dim, (size,))
 
 
-def _blocks_of(captured: CapturedModel, use: WeightUse, features: int) -> tuple[list[FeatureBlock], list[str]]:
-    return feature_blocks(use.node, use.feature_dim, features, captured.exported.parameters)
-
-
 def _biases(captured: CapturedModel, use: WeightUse, features: int) -> list[str]:
     """Names of the biases that have one element for each output feature."""
-    own = [] if use.bias is None else [use.bias]
-    return [*own, *_blocks_of(captured, use, features)[1]]
+    return [*_own_bias(use), *feature_blocks(use.node, use.feature_dim, features, captured.exported.parameters)[1]]
+
+
+def _own_bias(use: WeightUse) -> list[str]:
+    return [] if use.bias is None else [use.bias]
