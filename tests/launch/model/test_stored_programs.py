@@ -1,7 +1,6 @@
 """What a driver has captured, neither its ranks nor another process captures again."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from launch.model.graphs import PlanningModel
 from launch.model.identity import identity_of
 from launch.model.stored_programs import copy_programs
 from launch.recipe.load import load
-from tests.launch.conftest import MINE
+from tests.launch.conftest import MINE, write_recipes
 
 # A capture runs the model's own forward twice; a run of its program never does.
 COUNTED = MINE.replace(
@@ -50,17 +49,20 @@ def entries(folder: Path) -> dict[str, int]:
     return {file.name: file.stat().st_ino for file in (folder / "cache" / "models").iterdir()}
 
 
-def test_a_command_captures_nothing_that_another_has_captured(counted):
+def test_what_a_training_has_captured_no_other_command_captures(counted):
     run("train", "own.yaml", cwd=counted)
     first = forwards(counted)
     assert first > 0
     run("train", "own.yaml", "--fresh", cwd=counted)
     assert forwards(counted) == first
-    run("sweep", "own.yaml", "search.micro_batch_size=[4]", cwd=counted)  # its trials, too
+    run("sweep", "own.yaml", "search.micro_batch_size=[4]", cwd=counted)
     assert forwards(counted) == first
-    run("sweep", "own.yaml", cwd=counted)  # of another size, which neither its trials nor the next sweep captures
-    assert forwards(counted) == 2 * first
-    shutil.rmtree(counted / "runs")
+
+
+def test_a_sweep_captures_each_size_once_and_its_trials_capture_nothing(counted):
+    run("sweep", "own.yaml", "search.micro_batch_size=[4]", cwd=counted)
+    first = forwards(counted)
+    assert first > 0
     run("sweep", "own.yaml", cwd=counted)
     assert forwards(counted) == 2 * first
 
@@ -76,25 +78,39 @@ def test_a_sweep_and_a_training_of_tiny_find_all_captures(counted):
     assert entries(counted) == stored
 
 
+@pytest.fixture(scope="module")
+def captured_elsewhere(tmp_path_factory):
+    """A folder of recipes, and a cache with the program of own.yaml for 4 samples."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    write_recipes(folder)
+    (folder / "mine.py").write_text(COUNTED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTO3D_CACHE", str(folder / "cache"))
+        run("sweep", "own.yaml", "search.micro_batch_size=[4]", cwd=folder)
+    return folder
+
+
 @pytest.fixture
-def stored(counted, monkeypatch):
-    """The recipe own.yaml, whose program for 4 samples another process has stored, and a folder with its copy."""
-    run("train", "own.yaml", cwd=counted)
-    recipe, trial = load("own.yaml"), counted / "trial"
-    trial.mkdir()
-    plan = of_plan(recipe, recipe.values.plan, PlanningModel(recipe).graph, PlanningModel(recipe))
-    copy_programs(recipe, plan, trial)
-    (copy,) = trial.iterdir()
-    (counted / "forwards").unlink()
-    del sys.modules["mine"]
-    monkeypatch.setenv("AUTO3D_CACHE", str(counted / "none"))  # as on a node with a cache of its own
+def stored(captured_elsewhere, tmp_path, monkeypatch, own_modules):
+    """The recipe own.yaml, its plan, and a copy of the plan's program, with an empty cache."""
+    folder = captured_elsewhere
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("AUTO3D_CACHE", str(folder / "cache"))
+    recipe = load("own.yaml")
+    model = PlanningModel(recipe)
+    plan = of_plan(recipe, recipe.values.plan, model.graph, model)
+    assert not model.captured
+    copy_programs(recipe, plan, tmp_path)
+    (copy,) = tmp_path.iterdir()
+    (folder / "forwards").unlink(missing_ok=True)
+    monkeypatch.setenv("AUTO3D_CACHE", str(tmp_path / "none"))  # as on a node with a cache of its own
     return recipe, plan, copy
 
 
 def test_the_ranks_of_a_trial_read_its_copy(stored, capsys):
     recipe, plan, copy = stored
     captured = RankCaptures(recipe, copy.parent).of_plan(plan)(None)
-    assert forwards(copy.parent.parent) == 0
+    assert forwards(Path()) == 0
     assert captured.graph.fingerprint == plan.graph
     assert "is not used" not in capsys.readouterr().err
     assert stored_model(recipe, 4) is None
@@ -165,7 +181,7 @@ def test_a_copy_that_is_not_valid_here_is_refused_in_one_line(stored, capsys, ch
     copy.write_text(text[:-9] if change is None else signed(change(json.loads(text.partition("\n")[2]))))
     captured = RankCaptures(recipe, copy.parent).of_plan(plan)(None)
     assert captured.graph.fingerprint == plan.graph
-    assert forwards(copy.parent.parent) > 0  # the rank's process has captured the model
+    assert forwards(Path()) > 0  # the rank's process has captured the model
     (told,) = [each for each in capsys.readouterr().err.splitlines() if "is not used" in each]
     assert told.startswith(f"auto3d: the captured model in {copy} is not used: ")
     assert line in told
@@ -173,8 +189,11 @@ def test_a_copy_that_is_not_valid_here_is_refused_in_one_line(stored, capsys, ch
 
 def test_a_copy_is_refused_where_the_users_file_differs(stored, capsys):
     recipe, plan, copy = stored
-    mine = copy.parent.parent / "mine.py"
-    mine.write_text(COUNTED + "\n# changed\n")
-    assert captured_model(recipe, 4, folder=copy.parent).graph.fingerprint == plan.graph
+    mine = Path("mine.py").resolve()
+    mine.write_text(f"{COUNTED}# changed\n")
+    try:
+        assert captured_model(recipe, 4, folder=copy.parent).graph.fingerprint == plan.graph
+    finally:
+        mine.write_text(COUNTED)
     assert f"the file {mine} differs" in capsys.readouterr().err
-    assert os.path.getsize("forwards") > 0
+    assert forwards(Path()) > 0
