@@ -46,7 +46,7 @@ def captured_to_json(captured: CapturedModel) -> dict[str, Any]:
         **{name: sorted(getattr(exported, name)) for name in _SET_FIELDS},
         "inputs": {name: [spec.shape, _name(spec.dtype)] for name, spec in exported.inputs.items()},
         "constants": {name: _constant_to_json(value) for name, value in exported.constants.items()},
-        "program": _Writer().write(exported.program),
+        "program": _ProgramWriter().write(exported.program),
     }
 
 
@@ -61,7 +61,7 @@ def captured_from_json(content: Mapping[str, Any], build: Callable[[], nn.Module
     exported = ExportedModel(
         build=build,
         inputs={name: _input(*row) for name, row in content["inputs"].items()},
-        program=_Reader(content["program"]).read(),
+        program=_ProgramReader(content["program"]).read(),
         constants={name: _constant_from_json(row) for name, row in content["constants"].items()},
         **fields,
     )
@@ -87,7 +87,7 @@ class _Table:
         return self._numbers[key]
 
 
-class _Writer:
+class _ProgramWriter:
     """Writes the nodes of one program."""
 
     def __init__(self) -> None:
@@ -165,8 +165,8 @@ class _Writer:
         return [number, _name(value.dtype), *place, value.requires_grad]
 
 
-class _Reader:
-    """Reads what a ``_Writer`` wrote. Tensors are on the meta device."""
+class _ProgramReader:
+    """Reads what a ``_ProgramWriter`` wrote. Tensors are on the meta device."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         self._rows = content["nodes"]

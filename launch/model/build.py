@@ -96,7 +96,7 @@ class RankCaptures:
     """
 
     def __init__(self, recipe: LoadedRecipe, folder: Path | None = None) -> None:
-        self._recipe, self._folder = recipe, folder
+        self._recipe = recipe
         self._captured_at = cache(partial(captured_model, recipe, folder=folder))
         self._stored_at = cache(partial(stored_model, recipe, folder=folder))
 
@@ -116,7 +116,7 @@ class RankCaptures:
 
         def capture(world: World) -> CapturedModel:
             use_device(world.device("cuda"))
-            return stored or captured_model(self._recipe, size, folder=self._folder)
+            return stored or captured_model(self._recipe, size)
 
         return capture
 
