@@ -9,6 +9,7 @@ from auto3d.cost.memory.device import in_gib
 from auto3d.search.search import Ranked, Search
 from auto3d.search.space import Candidate, Refusals
 from launch.console.output import print_json
+from launch.model.config_keys import unquantized
 from launch.model.ranking import EXPLAINED, describe_certificate, fastest_order, predicted_on, search_record
 from launch.model.search import algorithm
 from launch.recipe.load import LoadedRecipe
@@ -53,6 +54,8 @@ def print_plans(recipe: LoadedRecipe, search: Search, *, as_json: bool, show_all
     if refused.total:
         print(f"\n{_reasons(refused)}")
     print(f"\n{_summary(recipe, search)}")
+    if (note := unquantized(recipe.values.model.config)) is not None:
+        print(note)
 
 
 def cells(one: Ranked) -> tuple[Any, ...]:
