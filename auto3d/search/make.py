@@ -18,10 +18,11 @@ from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan, PlanError, StagePlan, s
 from auto3d.schedule import SCHEDULES, build_schedule, check_slices, parse_schedule, samples_per_replica
 from auto3d.schedule.moments import stages_of
 from auto3d.schedule.shape import Shape, shape, shape_of
+from auto3d.search.kept_fractions import KeptFractions, Limits, largest_fraction
 from auto3d.search.placement import MEGATRON, place, place_replicas
 from auto3d.search.planned_model import PlannedModel
 from auto3d.search.problem import CandidateProblem, Keep
-from auto3d.search.recompute import AUTO, FULL, NONE, KeptFractions, Limits, largest_fraction, schedule_options
+from auto3d.search.recompute import AUTO, FULL, NONE, schedule_options
 from auto3d.search.space import EQUAL, ORDER_SECONDS, UNEVEN, Candidate, Refusals, Workload, check_fits
 from auto3d.search.synthesized import (
     best_order,

@@ -9,6 +9,7 @@ from tabulate import tabulate
 from auto3d.tensor_placement import Split
 from launch.console.output import print_json
 from launch.model.capture_figures import CaptureFigures, capture_figures
+from launch.model.config_keys import unquantized
 from launch.recipe.load import LoadedRecipe
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def print_capture(recipe: LoadedRecipe, *, as_json: bool, **options: Any) -> Non
         print_json({name: value for name, value in record.items() if name not in absent})
     else:
         print(_table(figures))
+        if (note := unquantized(recipe.values.model.config)) is not None:
+            print(note)
         if figures.tensor is not None:
             print(f"\n{_tensor_table(figures.tensor, figures.micro_batch_size)}")
 

@@ -10,6 +10,7 @@ from auto3d.search.search import Ranked, Search
 from auto3d.search.space import Candidate, Refusals
 from launch.console.output import print_json
 from launch.model.assumed import SIGN, SIGN_MEANS, assumed_line, places_assumed
+from launch.model.config_keys import unquantized
 from launch.model.ranking import EXPLAINED, describe_certificate, fastest_order, predicted_on, search_record
 from launch.model.search import SHOWN, described
 from launch.recipe.load import LoadedRecipe
@@ -61,6 +62,8 @@ def print_plans(recipe: LoadedRecipe, search: Search, *, as_json: bool, show_all
     print(f"\n{_summary(recipe, search)}")
     if line := assumed_line(recipe, search.maker.model.measured_in):
         print(line)
+    if (note := unquantized(recipe.values.model.config)) is not None:
+        print(note)
 
 
 def cells(one: Ranked) -> tuple[Any, ...]:

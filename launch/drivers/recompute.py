@@ -9,7 +9,8 @@ from auto3d.partition.merak import shard
 from auto3d.partition.recompute import subgraph_starts
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.schedule import samples_at_once
-from auto3d.search.recompute import FULL, KeptFractions
+from auto3d.search.kept_fractions import KeptFractions
+from auto3d.search.recompute import FULL
 from launch.drivers.planned_training import plan_of
 from launch.drivers.sweep import Retry, check_place, check_ranks, measured
 from launch.executors.trial_executor import executor_of

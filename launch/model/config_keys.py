@@ -88,6 +88,13 @@ def without_checkpoint_keys(config_class: type[Any], given: Mapping[str, Any]) -
     return kept
 
 
+def unquantized(given: Mapping[str, Any]) -> str | None:
+    """What becomes of quantized weights that the configuration ``given`` describes; None if it describes none."""
+    if not given.get("quantization_config"):
+        return None
+    return "model.config.quantization_config is ignored: it describes stored weights, and training quantizes none"
+
+
 def _made_by(config_class: type[Any]) -> set[str]:
     """The keys that the class sets itself, which its saved configurations therefore hold."""
     try:

@@ -4,13 +4,14 @@ from itertools import product
 
 import pytest
 import torch
+from transformers import GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from auto3d.capture.graph_json import graph_from_json, graph_to_json
 from auto3d.capture.model import capture
 from auto3d.runtime.verify import check_against_eager
 from auto3d.runtime.verify_shards import check_shards
 from auto3d.tensor.model import tensor_parallel
-from tests.models import TRAINED, captured
+from tests.models import SIZES, TOKENS, TRAINED, captured
 from tests.soak import soak
 
 MODELS = ("gpt2-dropout", "llama", "t5-dropout", "bert", "vit", "resnet", "residual", "averaging")
@@ -29,6 +30,29 @@ def test_equals_the_module_under_autocast(model, precision):
     build, data = TRAINED[model]
     found = capture(build, data.input_specs(), 2, precision=precision)
     check_against_eager(found, data, seed=1, device=torch.device("cpu"))
+
+
+OF_EXPERTS = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "vocab_size": 256}
+
+
+def mixtral() -> MixtralForCausalLM:
+    return MixtralForCausalLM(MixtralConfig(use_cache=False, **OF_EXPERTS))
+
+
+def gpt_oss() -> GptOssForCausalLM:
+    return GptOssForCausalLM(GptOssConfig(use_cache=False, head_dim=8, sliding_window=8, **OF_EXPERTS))
+
+
+@pytest.mark.parametrize("build", [mixtral, gpt_oss])
+def test_experts_equal_the_module_under_autocast_whose_other_code_takes_its_eager_branches(build, caplog):
+    found = capture(build, TOKENS.input_specs(), 2, precision="bfloat16")
+    assert not caplog.records, "torch logs its first attempt, at a kernel that takes no float32 while it is traced"
+    check_against_eager(found, TOKENS, seed=1, device=torch.device("cpu"))
+    attentions = found.exported.program.find_nodes(
+        op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
+    )
+    assert all(node.kwargs["enable_gqa"] for node in attentions), "as in eager mode, which copies no keys"
+    assert len(attentions) == (SIZES["num_hidden_layers"] if build is mixtral else 0)
 
 
 @pytest.mark.parametrize(("model", "precision"), AT_ANOTHER_SIZE)

@@ -31,7 +31,7 @@ from auto3d.runtime.settings import TrainingSettings
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.order_text import order_options
 from auto3d.schedule.shape import shape as shape_at
-from auto3d.search.recompute import KeptFractions
+from auto3d.search.kept_fractions import KeptFractions
 from auto3d.sequence.slice_graphs import slice_graphs
 from auto3d.sequence.sliced import sliced
 from auto3d.tensor.local_graph import LocalGraph, local_graph

@@ -13,7 +13,7 @@ from auto3d.partition.recompute import subgraph_starts
 from auto3d.plan import Plan
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.operation import Schedule
-from auto3d.search.recompute import KeptFractions
+from auto3d.search.kept_fractions import KeptFractions
 from tests.distributed.parity import make_plan
 from tests.models import captured
 from tests.pairwise import pairwise_cover, sample_of

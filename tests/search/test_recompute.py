@@ -15,10 +15,10 @@ from auto3d.partition.merak import shard
 from auto3d.partition.recompute import subgraph_starts
 from auto3d.schedule import SCHEDULES, schedule_of
 from auto3d.schedule.operation_times import EQUAL
+from auto3d.search.kept_fractions import KeptFractions
 from auto3d.search.listing import ListedCandidate, list_candidates
 from auto3d.search.make import PlanMaker
 from auto3d.search.planned_model import PlannedGraphs
-from auto3d.search.recompute import KeptFractions
 from auto3d.search.space import Domain, SearchSpace, Workload
 from auto3d.simulate.costs_text import write_times
 from launch.model.candidates import shortage

@@ -286,3 +286,24 @@ def test_the_way_in_imports_nothing_slow():
 def test_a_plan_of_json_is_a_plan(folder, auto3d):
     kept = planned(auto3d)["candidates"][0]
     assert Plan.from_json(json.dumps(kept["plan"])).pp == 2
+
+
+EXPERTS = """
+model:
+  architecture: {architecture}
+  config: {{vocab_size: 256, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
+    intermediate_size: 32, num_local_experts: 4, num_experts_per_tok: 2, quantization_config: {{quant_method: mxfp4}}}}
+data: {{source: synthetic, sequence_length: 16}}
+cluster: h100
+training: {{precision: bfloat16}}
+"""
+
+
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "GptOssForCausalLM"])
+def test_the_capture_of_experts_in_bfloat16_prints_nothing_of_torch(tmp_path, architecture):
+    (tmp_path / "experts.yaml").write_text(EXPERTS.format(architecture=architecture))
+    done = run(tmp_path, *AUTO3D, "capture", "experts.yaml", "--fresh")
+    assert done.stderr == ""
+    assert done.stdout.endswith(
+        "\nmodel.config.quantization_config is ignored: it describes stored weights, and training quantizes none\n"
+    )

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from auto3d.data import KINDS
@@ -14,6 +15,7 @@ from launch.recipe.data_schema import INPUT_KEYS
 from launch.recipe.load import RecipeError, load
 from tests.soak import soak
 
+PUBLISHED = json.loads(Path(__file__).with_name("published_configurations.json").read_text())  # config.json of each
 PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
 DOCUMENTED = {
     recipe["model"]["architecture"]: recipe
@@ -136,6 +138,8 @@ VED, LLAVA, W2V, MASKED_VIT = (
 SEQ2SEQ, CAUSAL = DOCUMENTED["T5ForConditionalGeneration"], of("LlamaForCausalLM", LLAMA)
 EXPERTS = of("MixtralForCausalLM", MIXTRAL)
 EFFICIENT = of("EfficientNetForImageClassification", {}, {"pixel_values": {"kind": "normal", "shape": [3, 600, 600]}})
+QWEN = of("Qwen3MoeForCausalLM", {**LLAMA, "num_key_value_heads": 1, "num_experts": 2, "num_experts_per_tok": 1})
+PUBLIC = of("DeepseekV3ForCausalLM", PUBLISHED["deepseek-v3"]["config"])
 START = "model.config.decoder_start_token_id: "
 TEXT = "model.config.text_config."
 REFUSED = [
@@ -184,6 +188,10 @@ REFUSED = [
     (W2V, "data.inputs.labels.low=4", ["labels.low: found 4; it must be below high, which is 4"]),
     (EFFICIENT, "model.config.num_hidden_layers=3", ["found 3, which changes nothing: EfficientNetConfig sets 64"]),
     (of("DeepseekV2ForCausalLM", {}), "model.config.head_dim=3", ["changes nothing: DeepseekV2Config sets 64"]),
+    (QWEN, "model.config.head_dm=8", ["model.config.head_dm: unknown; did you mean head_dim? Qwen3MoeForCausalLM"]),
+    (QWEN, "model.config.norm=true", ["model.config.norm: unknown"]),  # a module of the model, not a key
+    (VISION, "model.config.hidden_size=3", ["model.config.hidden_size: unknown"]),  # the configurations inside have it
+    (PUBLIC, "model.config.hiden_size=16", ["model.config.hiden_size: unknown; did you mean hidden_size?"]),
 ]
 
 
@@ -209,6 +217,27 @@ def test_other_names_generation_keys_and_implementations_reach_the_model(recipe)
     chosen = {"experts_implementation": "batched_mm", "attn_implementation": "eager"}
     model = build_function(recipe(of("MixtralForCausalLM", {**MIXTRAL, **chosen})))()
     assert (model.config._experts_implementation, model.config._attn_implementation) == ("batched_mm", "eager")
+
+
+def test_keys_that_only_the_code_of_the_model_reads_reach_it(recipe):
+    """The class of this configuration lacks head_dim, and its models read ``getattr(config, "head_dim", …)``."""
+    groups = {**QWEN, "model": {**QWEN["model"], "config": {**QWEN["model"]["config"], "head_dim": 24}}}
+    assert build_function(recipe(groups))().model.layers[0].self_attn.q_proj.weight.shape == (2 * 24, 16)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_configuration_is_taken_as_it_is(recipe, name):
+    """With the keys of its checkpoint, such as quantization_config, and those of its author's own code."""
+    inputs = {"input_features": {"kind": "normal", "shape": [128, 3000]}, "labels": {"kind": "tokens"}}
+    taken = PUBLISHED[name]["architecture"], PUBLISHED[name]["config"]
+    architecture(recipe(of(*taken, inputs if name == "whisper-large" else None)))
+
+
+def test_weights_are_float32_whatever_a_published_configuration_says(recipe):
+    """transformers would make the weights of a configuration inside another in its type."""
+    groups = DOCUMENTED["LlavaForConditionalGeneration"]
+    model = build_function(recipe(groups, "model.config.dtype=bfloat16", f"{TEXT}torch_dtype=bfloat16"))()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 def test_configurations_inside_keep_no_past_either(recipe):

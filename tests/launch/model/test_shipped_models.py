@@ -1,11 +1,16 @@
 """Models that are shipped in recipes/models/ have as many parameters as their publications say."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 from launch.model.build import build_function
-from launch.recipe.load import load
+from launch.model.config_keys import OF_CHECKPOINTS
+from launch.recipe.load import RECIPES, load
 
+PUBLISHED = json.loads(Path(__file__).with_name("published_configurations.json").read_text())  # config.json of each
 IMAGES = ["data.inputs={pixel_values: {kind: normal, shape: [3, 224, 224]}, labels: {kind: integers, high: 1000}}"]
 PARAMETERS = {  # name -> millions of parameters. Merak and Megatron-LM print those of their GPTs with two digits
     "gpt-1.4b": 1440,
@@ -20,6 +25,17 @@ PARAMETERS = {  # name -> millions of parameters. Merak and Megatron-LM print th
     "vit-22b": 21740,
     "vit-h14": 632.0,
 }
+PUBLIC = {  # as PARAMETERS; those of recipes/public/
+    "deepseek-v3": 671_026,
+    "gemma3-12b": 11_766,
+    "gpt-oss-20b": 20_910,
+    "llama3-405b": 405_850,
+    "mixtral-8x7b": 46_700,
+    "phi4": 14_660,
+    "qwen3-30b-a3b": 30_530,
+    "qwen3-8b": 8_190,
+    "whisper-large": 1_543,
+}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -29,6 +45,24 @@ def test_a_shipped_model_has_the_published_size(name: str):
         model = build_function(recipe)()
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == pytest.approx(PARAMETERS[name] * 1e6, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_recipe_has_the_published_size_and_configuration(name: str):
+    """The configuration is what transformers makes of the published file."""
+    with torch.device("meta"):
+        model = build_function(load(f"public/{name}"))()
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(PUBLIC[name] * 1e6, rel=1e-3)
+    published = PUBLISHED[name]["config"]
+    published = published.get("text_config", published)
+    kept = {key: value for key, value in published.items() if key not in OF_CHECKPOINTS}
+    expected = type(model.config).from_dict({**kept, "use_cache": False}).to_dict()
+    found = model.config.to_dict()
+    assert found == {key: value for key, value in expected.items() if key in found}
+
+
+def test_there_is_a_recipe_for_each_public_model():
+    assert {file.stem for file in RECIPES.glob("public/*.yaml")} == PUBLIC.keys() == PUBLISHED.keys()
 
 
 @pytest.mark.parametrize(

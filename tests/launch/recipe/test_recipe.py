@@ -292,7 +292,9 @@ def test_every_key_of_a_shipped_recipe_is_commented(file: Path):
 
 
 @pytest.mark.parametrize(
-    "file", [*sorted(RECIPES.glob("*.yaml")), *sorted(RECIPES.glob("published/*.yaml"))], ids=lambda file: file.stem
+    "file",
+    [file for pattern in ("*.yaml", "public/*.yaml", "published/*.yaml") for file in sorted(RECIPES.glob(pattern))],
+    ids=lambda file: file.stem,
 )
 def test_shipped_recipes_load(file: Path):
     load(str(file))
