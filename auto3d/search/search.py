@@ -12,7 +12,7 @@ from auto3d.cost.memory.device import in_gib
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError, ProblemKind
 from auto3d.plan import Plan, PlanError
-from auto3d.schedule.shape import shape_of
+from auto3d.schedule.shape import listed, shape_of
 from auto3d.search.bound import least_of_any_order_s, least_s
 from auto3d.search.make import PlanMaker
 from auto3d.search.placement import MEGATRON, nodes_of, place
@@ -235,8 +235,9 @@ class Search:
         """What tells ``plan`` from others: plans that are equal in it run the same operations at the same costs."""
         if not self._simulates:
             return (plan,)
-        listed, skipped = shape_of(plan).first_periods()  # later periods repeat these
-        operations = tuple(listed.operations), listed.recompute, listed.parts, listed.iterations, skipped
+        listing, skipped = shape_of(plan).first_periods()  # later periods repeat these
+        first = listed(listing)
+        operations = tuple(first.operations), first.recompute, first.parts, first.iterations, skipped
         degrees = plan.dp, plan.tp, plan.pp, plan.micro_batch_size
         choices = plan.stages, plan.sequence_parallel, plan.tensor_overlap, plan.shard_optimizer, plan.engine
         return *degrees, *choices, operations, self.maker.model.pipelines(plan)

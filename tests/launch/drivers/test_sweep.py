@@ -17,8 +17,9 @@ import psutil
 import pytest
 
 from auto3d.runtime.measurement import Measurement
-from launch.model import candidates
+from auto3d.search.space import Candidate
 from launch.model.graphs import PlanningModel
+from launch.model.sweep_plans import plans_of_sweep
 from launch.recipe.load import load
 from launch.store.trials import exclusive
 from tests.launch.conftest import write_recipes
@@ -312,8 +313,8 @@ def test_the_table_is_of_the_last_sweep_alone(in_swept, auto3d):
     assert trial_lines(narrow.err) == {}, "the one trial has run"
     assert len(json.loads(auto3d("table", "own.yaml", "--json").out)) == 1
     few = auto3d("sweep", "own.yaml", "search.micro_batch_size=[4,2]", "search.max_trials=1")
-    assert "1 plan is left out" in few.err
-    assert "1 more plan is left out by search.max_trials = 1" in " ".join(few.out.split())
+    assert "1 candidate is left out" in few.err
+    assert "1 more candidate is left out by search.max_trials = 1" in " ".join(few.out.split())
 
     recipe = in_swept / "own.yaml"
     before = recipe.read_text()
@@ -452,11 +453,12 @@ def test_a_sweep_of_too_many_plans_runs_the_best_predicted_and_keeps_to_them(fol
     best = sorted((one["pp"], one["micro_batch_size"]) for one in ranked[:2])
     assert best != [(1, 1), (1, 2)], "the first that are listed"
     done = auto3d("sweep", "own.yaml", *space, "search.max_trials=2")
-    assert f"{len(ranked) - 2} plans are left out, the slowest by prediction" in done.err
+    assert f"{len(ranked) - 2} candidates are left out, the slowest by prediction" in done.err
     rows = json.loads(auto3d("table", "own.yaml", *space, "search.max_trials=2", "--json").out)
     assert sorted((row["pp"], row["micro_batch_size"]) for row in rows) == best
 
     recipe = load("own.yaml", [*space, "search.max_trials=2"])
-    found = candidates.find(recipe, PlanningModel(recipe).graph, lambda plans: {plans[0]})
-    assert found[0].plan is not None, "a plan that was chosen before stays"
-    assert sum(one.plan is not None for one in found) == 2
+    model = PlanningModel(recipe)
+    fields = {name: ranked[-1][name] for name in Candidate.__dataclass_fields__}
+    found = plans_of_sweep(recipe, model.graph, model, before=[Candidate(**fields)])
+    assert list(found.candidates.values()) == [Candidate(**fields)], "a candidate that was chosen before stays"
