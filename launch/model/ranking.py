@@ -88,6 +88,7 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
         "candidates": records,
         "infeasible": [{"count": one.count, "reason": one.reason, **asdict(one.example)} for one in search.refused()],
         "algorithm": algorithm(recipe),
+        "size": len(search.domain),
         "looked_at": search.looked_at,
         "simulated": search.simulated,
         "ended_by": search.ended_by,

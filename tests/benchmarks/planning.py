@@ -1,0 +1,127 @@
+"""`auto3d plan` at real sizes: python -m tests.benchmarks.planning [NAME…]
+
+Plans each recipe of real size, a mixed cluster of 512 GPUs, and each public model of recipes/public/, in a process of its
+own: first with an empty cache, then with the cache of the first. Reports processor time with all child processes, the
+peak memory of the largest process, what the search looked at, simulated and left out, and the best plan. Prints the
+table and, without names, writes it to results/search/planning.md.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import Any
+
+from tabulate import tabulate
+
+from tests.targets import Target, end
+
+FILE = Path("results/search/planning.md")
+REAL = (
+    "gpt1.4b", "gpt2.5b", "gpt8.3b", "gpt20b", "gpt175b", "bert48", "gpt2-64", "llama3-8b", "llama3-70b", "t5-11b",
+    "vit-22b",
+)  # fmt: skip
+MIXED = [  # 32 nodes of 8 A100-80GB and 32 of 8 V100-32GB
+    "cluster={nodes: 32, devices_per_node: 8, device: cuda, accelerator: A100-80GB, "
+    "more: [{nodes: 32, devices_per_node: 8, accelerator: V100-32GB}]}",
+    "training.global_batch=1024",
+    "search.pp=[1,2,4,8,16,32]",
+    "search.partition=[blocks,layer-assignment]",
+    "search.placement=auto",
+]
+PUBLIC = sorted(file.stem for file in Path("recipes/public").glob("*.yaml"))
+HEADINGS = (
+    "recipe", "cold (s)", "warm (s)", "GiB", "candidates", "looked at", "simulated", "left out", "ended by", "best plan",
+)  # fmt: skip
+TEXT = """# Planning at real sizes
+
+Made by `python -m tests.benchmarks.planning`: `auto3d plan RECIPE`, and `gpt20b` on 512 mixed GPUs. Simulated, not
+measured. Seconds are processor time of the whole command with its child processes, with an empty cache and with that of
+the first run; GiB is the peak memory of its largest process with an empty cache. What a search left out takes longer
+than the twenty plans that it shows, unless something ended it.
+
+{table}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe with overrides, and the wishes for its planning from an empty cache."""
+
+    name: str
+    command: tuple[str, ...]
+    cold_s: float
+    warm_s: float
+    gib: float = 1.5
+
+
+CASES = (
+    *(Case(name, (name,), 15 if name == "gpt175b" else 12, 7.5 if name == "gpt175b" else 6) for name in REAL),
+    Case("gpt20b on 512 mixed GPUs", ("gpt20b", *MIXED), 17, 8.5),
+    *(Case(f"public/{name}", (f"recipes/public/{name}.yaml",), 20, 20) for name in PUBLIC),
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of `auto3d plan`; ``error`` is its message if it gave no plan."""
+
+    processor_s: float
+    peak_bytes: int
+    record: dict[str, Any]
+    error: str
+
+
+def plan(case: Case, cache: str) -> Planned:
+    command = [sys.executable, "-m", "launch.main", "plan", *case.command, "--json"]
+    with TemporaryFile() as out, TemporaryFile() as errors:
+        process = subprocess.Popen(command, env=os.environ | {"AUTO3D_CACHE": cache}, stdout=out, stderr=errors)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        errors.seek(0)
+        record = json.loads(out.read()) if process.returncode == 0 else {}
+        error = "" if record else errors.read().decode().strip().splitlines()[-1]
+    return Planned(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, record, error)
+
+
+def row(case: Case, cold: Planned, warm: Planned) -> tuple[str, ...]:
+    record = cold.record
+    figures = f"{cold.processor_s:.1f}", f"{warm.processor_s:.1f}", f"{cold.peak_bytes / 2**30:.2f}"
+    if not record:
+        return (case.name, *figures, *[""] * 5, cold.error)
+    best = record["candidates"][0]
+    counts = [record[name] for name in ("size", "looked_at", "simulated")]
+    degrees = " × ".join(f"{key} {best[key]}" for key in ("dp", "tp", "pp"))
+    found = f"{best['predicted_s']:.4g} s: {degrees}, micro-batch {best['micro_batch_size']}, {best['schedule']}"
+    return case.name, *figures, *map(str, [*counts, record["left"]["candidates"]]), record["ended_by"], found
+
+
+def main() -> None:
+    names = sys.argv[1:]
+    rows, targets = [], []
+    for case in CASES:
+        if names and case.name not in names:
+            continue
+        with TemporaryDirectory() as cache:
+            cold, warm = plan(case, cache), plan(case, cache)
+        rows.append(row(case, cold, warm))
+        print(*rows[-1], sep="  ", flush=True)
+        targets += [
+            Target(what=f"{case.name}, cold", found=cold.processor_s, wish=case.cold_s, unit=" s"),
+            Target(what=f"{case.name}, warm", found=warm.processor_s, wish=case.warm_s, unit=" s"),
+            Target(what=f"{case.name}, memory", found=cold.peak_bytes / 2**30, wish=case.gib, unit=" GiB"),
+            Target(what=f"{case.name}, plans", found=len(cold.record.get("candidates", [])), wish=1, least=True),
+        ]
+    text = TEXT.format(table=tabulate(rows, HEADINGS, tablefmt="github", disable_numparse=True))
+    print(text)
+    if not names:
+        FILE.write_text(text)
+    end(targets)
+
+
+if __name__ == "__main__":
+    main()
