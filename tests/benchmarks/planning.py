@@ -1,8 +1,8 @@
 """`auto3d plan` at real sizes: python -m tests.benchmarks.planning [NAME…]
 
-Plans each recipe of real size, a mixed cluster of 512 GPUs, and each public model of recipes/public/, in a process of its
-own: first with an empty cache, then with the cache of the first. Reports processor time with all child processes, the
-peak memory of the largest process, what the search looked at, simulated and left out, and the best plan. Prints the
+Plans each recipe of real size, a mixed cluster of 512 GPUs, and each public model of recipes/public/, in a process of
+its own: first with an empty cache, then with the cache of the first. Reports processor time with all child processes,
+the peak memory of the largest process, what the search looked at, simulated and left out, and the best plan. Prints the
 table and, without names, writes it to results/search/planning.md.
 """
 
@@ -34,7 +34,8 @@ MIXED = [  # 32 nodes of 8 A100-80GB and 32 of 8 V100-32GB
 ]
 PUBLIC = sorted(file.stem for file in Path("recipes/public").glob("*.yaml"))
 HEADINGS = (
-    "recipe", "cold (s)", "warm (s)", "GiB", "candidates", "looked at", "simulated", "left out", "ended by", "best plan",
+    "recipe", "cold (s)", "warm (s)", "GiB", "candidates", "looked at", "simulated", "left out", "ended by",
+    "best plan",
 )  # fmt: skip
 TEXT = """# Planning at real sizes
 

@@ -1,11 +1,15 @@
 """The axis recompute of a search: none, full, a fraction, or the largest fraction that fits."""
 
+import random
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
+from math import log2
 
+import numpy as np
 import pytest
 
-from auto3d.cluster import Accelerator, Cluster, Node
+from auto3d.cluster import Accelerator, Cluster, Node, place_ranks
 from auto3d.cost.memory.plan import PlanMemory
 from auto3d.cost.model import CostModel
 from auto3d.cost.model_work import ModelWork
@@ -13,15 +17,19 @@ from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of
 from auto3d.partition.merak import shard
 from auto3d.partition.recompute import subgraph_starts
+from auto3d.plan import Plan, PlanError, stages_between
 from auto3d.schedule import SCHEDULES, schedule_of
+from auto3d.schedule.moments import stages_of
 from auto3d.schedule.operation_times import EQUAL
-from auto3d.search.kept_fractions import KeptFractions
+from auto3d.schedule.shape import shape, shape_of
+from auto3d.search.kept_fractions import KeptFractions, Limits, largest_fraction
 from auto3d.search.listing import ListedCandidate, list_candidates
 from auto3d.search.make import PlanMaker
 from auto3d.search.planned_model import PlannedGraphs
 from auto3d.search.space import Domain, SearchSpace, Workload
 from auto3d.simulate.costs_text import write_times
 from launch.model.candidates import shortage
+from tests.cost.test_repeats import graph_of, work_at
 from tests.models import captured
 from tests.soak import soak
 
@@ -161,3 +169,63 @@ def test_a_schedule_for_given_times_gets_the_predicted_ones():
     assert found.plan.schedule_options["times"] != EQUAL
     (given,) = search(["none"], schedule=["zb-1p:times=1-2-3-0"])
     assert given.plan.schedule_options == {"times": "1-2-3-0"}
+
+
+class Counted(KeptFractions):
+    """Kept fractions that count the plans that are made of them."""
+
+    made = 0
+
+    def plan(self, first: float) -> Plan:
+        self.made += 1
+        return super().plan(first)
+
+
+def random_fractions(chance: random.Random, name: str) -> tuple[Counted, PlanMemory]:
+    """Kept fractions of random stages of a model of up to ten layers, under a random schedule that recomputes."""
+    graph, work, bounds = graph_of(name), work_at(name), shard(graph_of(name)).bounds
+    schedule = chance.choice(
+        ["1f1b", "gpipe", "chimera", "shifted-critical-path", "early-recompute", "interleaved-1f1b"]
+    )
+    devices, micro_batches = chance.choice([2, 4]), chance.choice([4, 8, 16])
+    options = {"recompute": "full"} if "recompute" in SCHEDULES[schedule].options else {}
+    stages = shape(schedule, devices=devices, micro_batches=micro_batches, options=options).stages
+    cuts = bounds[1:-1] if chance.random() < 0.5 else range(1, len(graph.nodes))
+    plan = Plan(
+        graph="", dp=1, tp=1, pp=devices, global_batch=2 * micro_batches, micro_batch_size=2, schedule=schedule,
+        schedule_options=options, placement=place_ranks(dp=1, pp=devices), seed=0,
+        stages=stages_between([0, *sorted(chance.sample(cuts, stages - 1)), len(graph.nodes)]),
+    )  # fmt: skip
+    memory = PlanMemory(ModelWork(lambda *_: work, TrainingOptions()), TrainingOptions())
+    return Counted(plan, lambda stage: subgraph_starts(graph, stage, bounds)), memory
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", *soak("llama", "vit")])
+def test_the_largest_fraction_is_that_of_all_of_them_and_few_plans_are_asked(name):
+    """Against each fraction from the largest on, though memory is not always larger where more is kept."""
+    chance, falls, asked = random.Random(name), 0, []
+    for _ in range(12):
+        fractions, memory = random_fractions(chance, name)
+        plans = [fractions.plan(first) for first in fractions.first]
+        needs = np.array([memory.of(plan) for plan in plans])
+        falls += sum(bool((after < before).any()) for before, after in pairwise(needs))
+        for device in range(needs.shape[1]):
+            form = shape_of(plans[0])
+            kept_from = {number: fractions.kept_from[:, number] for number in stages_of(form, device)}
+            assert (memory.at_least(plans[0], device, kept_from) <= needs[:, device]).all()
+        sizes = sorted(set(needs.max(axis=1).tolist()))
+        for least in chance.sample(sizes, min(4, len(sizes))):
+            nodes = [Node(devices=1, accelerator=Accelerator(memory_bytes=least)) for _ in plans[0].placement]
+            limits = Limits(memory=memory, cluster=Cluster(nodes=tuple(nodes), device="cpu"))
+            fractions.made = 0
+            found = largest_fraction(fractions, lambda plan: "too little", limits)
+            asked.append(fractions.made <= log2(len(plans)) + 2)
+            assert found == next(
+                plan for plan, size in zip(plans[::-1], needs[::-1], strict=True) if size.max() <= least
+            )
+        nodes = [Node(devices=1, accelerator=Accelerator(memory_bytes=sizes[0] - 1)) for _ in plans[0].placement]
+        limits = Limits(memory=memory, cluster=Cluster(nodes=tuple(nodes), device="cpu"))
+        with pytest.raises(PlanError, match="too little, even with full recomputation"):
+            largest_fraction(fractions, lambda plan: "too little", limits)
+    assert falls, "otherwise a bisection would do"
+    assert sum(asked) >= 0.8 * len(asked)

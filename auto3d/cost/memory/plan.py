@@ -147,13 +147,18 @@ class PlanMemory:
 
     def __init__(self, work: ModelWork, training: TrainingOptions) -> None:
         self._work, self._training = work, training
-        self._segments = lru_cache(None)(lambda *key: Segments(work.tables(*key).work.tensors))
+        self._known_segments: dict[tuple[int, Share], Segments] = {}
         # The plans of a search have many devices and stages in common.
         self._peaks = lru_cache(_KEPT)(lambda *key: list[float]())
         self._weights = lru_cache(_KEPT)(self._make_weights)
         self._stage = lru_cache(_KEPT)(self._make_stage)
         self._runs = lru_cache(_KEPT)(self._make_runs)
         self._state = lru_cache(_KEPT)(self._make_state)
+
+    @property
+    def counted(self) -> int:
+        """The number of runs of operations whose tensors were counted, each once for all stages that have it."""
+        return sum(segments.counted for segments in self._known_segments.values())
 
     def of(self, plan: Plan) -> tuple[float, ...]:
         """Peak bytes of tensors on each pipeline device."""
@@ -362,14 +367,15 @@ class PlanMemory:
         samples, divisor = self._work.slice_of(self._samples(plan), stage.replicas)
         dropped = self._dropped(samples, stage, recompute=number in shape.recompute)
         found: list[StageTensor] = []
-        for tables in (self._work.tables(samples, share) for share in shares):
+        for share in shares:
+            tables = self._work.tables(samples, share)
             if self._training.system is not None:
                 blockwise = not self._training.recompute_ends
                 found += fused_stage_tensors(tables, stage.operations, dropped, blockwise=blockwise)
                 continue
             tensors, block = tables.work.tensors, self._block(tables, dropped)
             spans = local_spans(tensors, stage.operations), local_spans(tensors, dropped)
-            found += stage_tensors(Segments(tensors), *spans, split=number in shape.split, block=block)
+            found += stage_tensors(self._segments(samples, share), *spans, split=number in shape.split, block=block)
             if block is not None:
                 size = _block_inputs(tables, dropped, needs.stages[number].received * divisor)
                 name = "inputs of recomputed blocks"
@@ -398,7 +404,7 @@ class PlanMemory:
                 yield HeldTensor(name=one.name, kind="versions", bytes=older, count=counts["older"])
             if needs.private and needs.stages[number].private and not counts["gradients"]:
                 spans = stage.operations, self._dropped(size, stage, recompute=number in shape.recompute)
-                segments = Segments(tables.work.tensors)
+                segments = self._segments(size, share)
                 unmade |= private_parameters(segments, *(local_spans(segments.tensors, each) for each in spans))
         stages = [plan.stages[number] for number in held]
         here = tuple(span for stage in stages for span in stage.operations)
@@ -419,6 +425,11 @@ class PlanMemory:
         """Bytes per parameter of its gradient and of the system's further copies of it."""
         system = self._training.system
         return self._training.sync_bytes + (system.gradient_copies if system else 0.0)
+
+    def _segments(self, samples: int, share: Share) -> Segments:
+        if (samples, share) not in self._known_segments:
+            self._known_segments[samples, share] = Segments(self._work.tables(samples, share).work.tensors)
+        return self._known_segments[samples, share]
 
     def _samples(self, plan: Plan) -> int:
         return plan.micro_batch_size // shape_of(plan).sample_parts

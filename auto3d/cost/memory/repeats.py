@@ -139,10 +139,10 @@ def _same_rows(tensors: Tensors, period: int, home: int, stop: int) -> list[Repe
     shapes = np.array([numbers[shape] for shape in tensors.shapes], dtype=int)
     columns = (each[tensors.state_of] for each in (tensors.gradient, tensors.low_gradient, shapes))
     compare(tensors.state_at, *((each, each) for each in (*columns, tensors.state_deferred)))
-    used = np.isin(tensors.state_of, list(tensors.several))
-    compare(tensors.state_at, (np.where(used, -1, 0), np.zeros(len(used))))
+    several, none = np.isin(tensors.state_of, list(tensors.several)), np.zeros(len(tensors.state_of), dtype=bool)
+    compare(tensors.state_at, (several, none), (none, several))  # no parameter that other operations use, too
     found = []
-    for begin, end in _runs(same, first):
+    for begin, end in _runs(same, first, least=period):  # at least two periods, so that each operation is compared
         reads, _ = _entries(tensors.read_at, begin, end, period)
         members = np.union1d(np.arange(own_value, np.searchsorted(tensors.value_maker, end)), tensors.read_of[reads])
         if _is_bijection(tensors.value_class[members], tensors.value_class[values_later(members)]):

@@ -56,6 +56,8 @@ def shortest_pipeline(
             remaining = (before[last] - before[place]) / fastest
             least_slowest = remaining / max(1, left)  # that of the later stages
             after = remaining + cheapest * max(0, left - 1)
+            if (micro_batches - 1) * least_slowest + whole > bound:
+                continue
             for start in range(place - 1, -1, -1):
                 time = (before[place] - before[start]) / speed
                 if (micro_batches - 1) * time + whole > bound:  # earlier starts take even longer

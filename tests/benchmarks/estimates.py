@@ -1,0 +1,68 @@
+"""Measure how long a search takes to make and bound plans: python -m tests.benchmarks.estimates [RECIPE ...]
+
+Makes the Plan of every candidate of each recipe, with its exact memory and the lower bound of its time, and prints what
+that took of the processor. Nothing is simulated. Captures do not count; with a warm cache they take a few seconds each.
+"""
+
+import sys
+from time import process_time
+
+from tabulate import tabulate
+
+from auto3d.cost.share import Share
+from auto3d.errors import InputError
+from auto3d.search.bound import least_s
+from auto3d.search.make import PlanMaker
+from auto3d.search.space import Domain
+from launch.model.candidates import task
+from launch.model.costs import cost_model, planning_subject
+from launch.recipe.load import load
+from launch.recipe.settings import search_space
+
+RECIPES = ("gpt20b", "gpt8.3b", "gpt175b", "llama3-70b")
+RECOMPUTE = ("none", "full", "auto")
+HEADINGS = ["recipe", "recompute", "candidates", "plans", "estimates", "segments", "CPU s", "candidates/s"]
+
+
+def measure(name: str, recompute: str) -> tuple:
+    """A row of the table. Estimates are those of one device; segments are runs of operations that were counted."""
+    recipe = load(name, [f"search.recompute=[{recompute}]"])
+    subject = planning_subject(recipe)
+    model = cost_model(recipe, subject)
+    domain = Domain(search_space(recipe.values), model.cluster, task(recipe))
+    maker = PlanMaker(subject, model, task(recipe))
+    kinds = domain.choices["sequence_parallel"]
+    degrees = {(one.micro_batch_size, one.tp, kind and one.tp > 1) for one in domain.degrees for kind in kinds}
+    maker.prepare((samples, Share(tp=tp, sequence_parallel=kind)) for samples, tp, kind in sorted(degrees))
+    estimates, of_device = 0, model.plan_memory.of_device
+
+    def counted(*arguments):
+        nonlocal estimates
+        estimates += 1
+        return of_device(*arguments)
+
+    model.plan_memory.of_device = counted
+    begin, candidates, plans = process_time(), 0, 0
+    for candidate in domain:
+        candidates += 1
+        try:
+            model.slowest_pipeline_s(maker.plan(candidate), least_s)
+            plans += 1
+        except InputError:
+            pass
+    spent = process_time() - begin
+    segments = model.plan_memory.counted
+    return name, recompute, candidates, plans, estimates, segments, f"{spent:.2f}", round(candidates / spent)
+
+
+def main() -> None:
+    rows = []
+    for name in sys.argv[1:] or RECIPES:
+        for recompute in RECOMPUTE:
+            rows.append(measure(name, recompute))
+            print(*rows[-1], flush=True)
+    print(tabulate(rows, HEADINGS, tablefmt="github", disable_numparse=True))
+
+
+if __name__ == "__main__":
+    main()
