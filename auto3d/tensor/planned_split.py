@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from auto3d.capture.model import CapturedModel
+from auto3d.capture.model import CapturedModel, garbage_collection_paused
 from auto3d.capture.skeleton import skeleton
 from auto3d.plan import PlanError
 from auto3d.tensor.derivation import ImpossibleSplitError
@@ -40,5 +40,6 @@ def ruled_reasons(captured: CapturedModel, shards: int, *, rules: Mapping[str, s
 
 def _ruled(captured: CapturedModel, shards: int, rules: Mapping[str, str]) -> RuledSplits:
     if known_rules not in captured.derived:
-        captured.derived[known_rules] = known_rules(skeleton(captured.exported.build).model)
+        with garbage_collection_paused():
+            captured.derived[known_rules] = known_rules(skeleton(captured.exported.build).model)
     return weight_splits(captured, shards, rules=rules, known=captured.derived[known_rules])
