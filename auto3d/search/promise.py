@@ -14,9 +14,10 @@ from auto3d.cost.share import Share
 from auto3d.errors import InputError
 from auto3d.plan import SUB_PIPELINED
 from auto3d.schedule import SCHEDULES, parse_schedule
+from auto3d.schedule.shape import shape
 from auto3d.search.make import PlanMaker
 from auto3d.search.placement import place
-from auto3d.search.recompute import FULL, NONE
+from auto3d.search.recompute import FULL, NONE, schedule_options
 from auto3d.search.space import EQUAL, Candidate, Domain
 
 _ROUNDING = 1 - 1e-9  # a plan adds the same times in a different order
@@ -57,14 +58,30 @@ class Promises:
         return min(self._least_s(candidate, (None,)) for candidate in variants)
 
     def least_bytes(self, candidate: Candidate) -> float:
-        """A lower bound of the bytes on the fullest device: the model's state, divided evenly among the devices."""
+        """A lower bound of the bytes on the fullest device.
+
+        It is the model's state, divided evenly among the devices, or the activations of a model that recomputes
+        nothing, divided such that all stages hold equally much for the micro-batches that they have in flight.
+        """
         try:
             whole = self._bytes(candidate.micro_batch_size, _share(candidate))
+            stages = self._least_stages(candidate) if candidate.recompute == NONE else inf
         except InputError:
             return 0.0
         # A schedule with several pipes holds a stage on several pipeline devices, which shard its optimizer too.
         shards = self._model.cluster.devices if candidate.shard_optimizer else 1
-        return _ROUNDING * (whole.weights + whole.optimizer / shards) / candidate.pp
+        state = (whole.weights + whole.optimizer / shards) / candidate.pp
+        return _ROUNDING * max(state, whole.activations / stages)
+
+    def _least_stages(self, candidate: Candidate) -> float:
+        """The number by which to divide the activations of one micro-batch; infinite where it is not known."""
+        name, given = parse_schedule(candidate.schedule)
+        if name not in SCHEDULES or SCHEDULES[name].explicit or candidate.replicas != EQUAL:
+            return inf
+        sizes = {"devices": candidate.pp, "micro_batches": self._micro_batches(candidate)}
+        options = schedule_options(name, given, candidate.recompute, candidate.sync, **sizes)
+        form = shape(name, **sizes, options=options)
+        return inf if form.recompute or form.parts > 1 else sum(1 / number for number in form.in_flight)
 
     def expected_bytes(self, candidate: Candidate) -> float:
         """An estimate of the bytes on the fullest device, for the order in which candidates are tried."""

@@ -142,7 +142,7 @@ class Search:
             self.looked_at += 1
             self._seen[degrees_of(candidate)] += 1
             try:
-                self._check_state_fits(candidate)
+                self._check_may_fit(candidate)
                 if (alike := self._placed_alike(candidate)) is not None:
                     self._follow(candidate, alike)
                 elif is_sought(candidate):
@@ -180,14 +180,12 @@ class Search:
         self._plans[candidate] = replace(self._plans[first], placement=placement)
         self._bounds[candidate] = self._bounds[first]
 
-    def _check_state_fits(self, candidate: Candidate) -> None:
-        """Raise PlanError if no stages of the model leave a device enough memory for its state alone."""
+    def _check_may_fit(self, candidate: Candidate) -> None:
+        """Raise PlanError if the model does not fit the memory of the devices, however its stages are cut."""
         memory = [node.accelerator.memory_bytes for node in self.maker.model.cluster.nodes]
         most, least = max(inf if size is None else size for size in memory), self.promises.least_bytes(candidate)
         if least > most:
-            problem = (
-                f"weights, gradients and optimizer need {in_gib(least)} GiB or more on a device; it has {in_gib(most)}"
-            )
+            problem = f"a device needs {in_gib(least)} GiB or more, however the stages are cut; it has {in_gib(most)}"
             raise PlanError(problem, kind="memory")
 
     def leave_unseen(self) -> None:

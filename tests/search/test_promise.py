@@ -16,7 +16,7 @@ from auto3d.search.algorithms.random_search import random_search
 from auto3d.search.bound import least_s
 from auto3d.search.make import PlanMaker
 from auto3d.search.promise import Promises
-from auto3d.search.space import Domain, SearchSpace
+from auto3d.search.space import Candidate, Domain, SearchSpace
 from tests.search.cases import random_case, searched
 from tests.soak import soak
 
@@ -101,3 +101,27 @@ def test_candidates_that_are_the_same_plan_are_one_row():
     for one in search.ranked():
         for other in one.same:
             assert maker.model.seconds(search.plan(other)) == one.seconds
+
+
+def test_degrees_that_need_another_number_of_devices_are_no_part_of_a_space():
+    domain, _ = random_case(2, dp="auto", tp="auto", pp="auto")
+    devices = domain.cluster.devices
+    assert all(one.dp * one.tp * one.pp == devices for one in domain.degrees)
+    assert not any("devices" in one.reason for one in domain.refused)
+    nothing = Domain(SearchSpace(dp=[devices], tp=[2], pp=[2]), domain.cluster, domain.workload)
+    assert not nothing.degrees
+    assert nothing.refused.foremost.reason == f"needs {4 * devices} devices; the cluster has {devices}"
+
+
+def test_placements_with_equal_nodes_cost_one_estimate(monkeypatch):
+    """All nodes are alike, and each holds one stage: whichever rank of a node has which place, the plan is the same."""
+    domain, maker = random_case(2, placement="auto", schedule=["1f1b"], recompute=["none"], partition=["blocks"])
+    made: list[Candidate] = []
+    plan = maker.plan
+    monkeypatch.setattr(maker, "plan", lambda candidate: (made.append(candidate), plan(candidate))[1])
+    search = searched(exhaustive, (domain, maker), budget={"best": 10**6})
+    assert search.looked_at == len(domain) > len(made) > 0
+    for one in search.ranked():
+        for other in one.same:
+            assert plan(other).stages == one.plan.stages
+            assert maker.model.seconds(plan(other)) == one.seconds
