@@ -73,6 +73,7 @@ class Traffic:
         self._outside: Counter[int] = Counter()  # node -> number of devices that communicate with other nodes
         self._links: dict[tuple[int, ...], Link] = {}
         self._group_links: dict[tuple[int, ...], GroupLink] = {}
+        self._distinct: dict[GroupLink, GroupLink] = {}  # most of thousands of groups have equal links
         for group in groups:
             assert len(set(group)) == len(group), f"group {group} has a device twice"
             homes = Counter(cluster.node_of[device] for device in group)
@@ -158,7 +159,8 @@ class Traffic:
         """The link of ``group``, with the collectives that were measured on it."""
         key = tuple(group)
         if key not in self._group_links:
-            self._group_links[key] = self._find_group_link(group)
+            found = self._find_group_link(group)
+            self._group_links[key] = self._distinct.setdefault(found, found)
         return self._group_links[key]
 
     def _find_group_link(self, group: Group) -> GroupLink:

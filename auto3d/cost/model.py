@@ -103,7 +103,7 @@ class CostModel:
         self._messages = StageMessages(cluster, self._work, training)
         self._has_handling = any(any(node.handling) for node in cluster.nodes)
         self._has_slowdown = any(node.slowdown for node in cluster.nodes)
-        self._traffic = lru_cache(1024)(self._make_traffic)
+        self._traffic = lru_cache(256)(self._make_traffic)
         self._pass_times = lru_cache(2**14)(self._find_pass_times)  # the plans of a search have many stages in common
 
     def on(self, cluster: Cluster) -> "CostModel":

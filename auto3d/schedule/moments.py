@@ -96,7 +96,7 @@ def _keys(listing: Listing, device: int) -> list[Key]:
     return [one.key for one in _highest(listing, device)]
 
 
-@lru_cache(8)  # a few: those of a schedule of many micro-batches take megabytes
+@lru_cache(4)  # a few: those of a schedule of many micro-batches take megabytes
 def _messages(listing: Listing) -> "_Messages":
     return _Messages(listed(listing))
 

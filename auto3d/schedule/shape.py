@@ -129,7 +129,7 @@ def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str
     )
 
 
-@lru_cache(16)  # small, since a schedule of many micro-batches takes megabytes
+@lru_cache(8)  # small, since a schedule of many micro-batches takes megabytes
 def listed(listing: Listing) -> Schedule:
     """The schedule of ``listing``, with all its operations."""
     name, devices, micro_batches, options = listing

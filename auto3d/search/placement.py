@@ -14,8 +14,11 @@ MEGATRON = "megatron"
 def place(name: str, cluster: Cluster, *, dp: int, tp: int, pp: int) -> Placement:
     """The ``Plan.placement`` called ``name``; raises PlanError if it is not possible on the cluster."""
     if name == MEGATRON:
-        return place_ranks(dp=dp, pp=pp, tp=tp)
+        return _place_ranks(dp=dp, pp=pp, tp=tp)
     return _PLACEMENTS[name](mesh(tuple(node.devices for node in cluster.nodes)), dp, tp, pp)
+
+
+_place_ranks = lru_cache(4096)(place_ranks)  # the plans of a search share their placements
 
 
 def place_replicas(replicas: Sequence[int], *, dp: int, tp: int = 1) -> Placement:

@@ -149,7 +149,7 @@ class PlanMemory:
         self._work, self._training = work, training
         self._known_segments: dict[tuple[int, Share], Segments] = {}
         # The plans of a search have many devices and stages in common.
-        self._peaks = lru_cache(_KEPT)(lambda *key: list[float]())
+        self._peaks = lru_cache(_KEPT // 4)(lambda *key: list[float]())
         self._weights = lru_cache(_KEPT)(self._make_weights)
         self._stage = lru_cache(_KEPT)(self._make_stage)
         self._runs = lru_cache(_KEPT)(self._make_runs)
