@@ -44,7 +44,7 @@ def test_a_sweep_of_a_large_space_captures_only_the_sizes_that_it_runs(monkeypat
     found = plans_of_sweep(recipe, planning.graph, planning)
     (plan,) = found.candidates
     assert sorted(captured) == sorted({2, 4, plan.micro_batch_size})
-    assert found.left_out > 100
+    assert found.left_out > 50
 
 
 @pytest.mark.soak
