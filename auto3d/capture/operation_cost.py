@@ -1,6 +1,6 @@
 """The cost of one operator: its FLOPs and what autograd keeps of it, measured on tensors without memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 from warnings import warn
@@ -37,7 +37,7 @@ class OperationCosts:
     def __init__(self, device: str, *, fused_attention: bool = True) -> None:
         self._device = device
         self._fused_attention = fused_attention
-        self._known: dict[str, OperationCost] = {}
+        self._known: dict[Hashable, OperationCost] = {}
 
     def __call__(self, target: Callable, args: tuple, kwargs: dict, result: Any) -> OperationCost:
         """The cost of ``target`` on ``args`` and ``kwargs``, whose tensors are meta tensors.
@@ -45,8 +45,7 @@ class OperationCosts:
         Arguments that require a gradient make the operator save tensors. If the operator does not run on meta tensors,
         its cost is only the bytes that it moves, it saves all arguments and results, and ``result`` gives the shapes.
         """
-        strides = [tensor.stride() for tensor in _tensors((args, kwargs))]
-        key = f"{target} {args} {kwargs} {strides}"  # meta tensors print only their shape, dtype and requires_grad
+        key = (target, _described(args), _described(kwargs))
         if key not in self._known:
             try:
                 self._known[key] = _cost(target, args, kwargs, self._device if self._fused_attention else None)
@@ -55,6 +54,17 @@ class OperationCosts:
                 warn(problem, stacklevel=2)
                 self._known[key] = _unknown_cost(args, kwargs, result)
         return self._known[key]
+
+
+def _described(value: Any) -> Hashable:
+    """``value`` in a form that is equal for equal arguments of an operator."""
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.dtype, value.requires_grad)
+    if isinstance(value, tuple | list):
+        return tuple(map(_described, value))
+    if isinstance(value, dict):
+        return tuple((name, _described(each)) for name, each in value.items())
+    return repr(value)  # as numbers, True, 1 and 1.0 would be equal
 
 
 def _unknown_cost(args: tuple, kwargs: dict, result: Any) -> OperationCost:
