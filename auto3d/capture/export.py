@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.autocast import PRECISIONS, Autocast, active, share_weight_casts
 from auto3d.capture.empty import EmptyModel, empty_model, idle_copies_recorded, no_idle_conversions
@@ -29,11 +29,13 @@ from auto3d.capture.errors import (
     failing_function,
     node_line,
 )
+from auto3d.capture.expand import SideEffectError, expand
 from auto3d.capture.faithful import trace
 from auto3d.capture.in_place import name_of, remove_in_place, written_buffers
 from auto3d.capture.known_values import KnownValues
 from auto3d.capture.masks import leave_masks_to_kernel
 from auto3d.capture.regions import inline_regions
+from auto3d.capture.repeats import Repeats
 from auto3d.capture.traced_branches import answered_as_eager, misled
 from auto3d.errors import InputError
 
@@ -81,6 +83,7 @@ class ExportedModel:
     copies: Mapping[str, str] = field(default_factory=dict)
     """Placeholder of a parameter's copy in low precision -> placeholder of the parameter. Both have its name in
     ``parameters``; a run makes the copy once per update."""
+    repeated_blocks: int = 0  # calls of repeated blocks whose operations were copied instead of traced
 
     @cached_property
     def fingerprint(self) -> str:
@@ -118,21 +121,46 @@ def export(
     depend on data, if it returns no loss or lacks an output, or if it writes in place in a way that cannot be
     rewritten.
     """
+    return export_with(build, inputs, micro_batch_size, device, precision, mode, copy_repeats=True)
+
+
+def export_with(
+    build: Callable[[], nn.Module],
+    inputs: Mapping[str, InputSpec],
+    micro_batch_size: int,
+    device: str,
+    precision: str,
+    mode: Mode,
+    *,
+    copy_repeats: bool,
+) -> ExportedModel:
+    """Export like ``export``. Without ``copy_repeats``, every block is traced; the result is the same."""
+
+    def once() -> ExportedModel:
+        if copy_repeats:
+            traces: list[Repeats] = []
+            try:
+                return _export(build, inputs, micro_batch_size, device, precision, mode, traces)
+            except (CaptureError, SideEffectError):
+                if not any(trace.repeated for trace in traces):
+                    raise
+        return _export(build, inputs, micro_batch_size, device, precision, mode, None)
+
     aware: set[CodeType] = set()  # functions that read data unless they know that they are traced
     while True:
         with answered_as_eager(but=aware) as askers:
             try:
-                return _export(build, inputs, micro_batch_size, device, precision, mode)
+                return once()
             except CaptureError as error:
                 failed_in = failing_function(error)
         if not (functions := misled(failed_in, askers, aware)):
             break
         aware |= functions
     with suppress(CaptureError):  # an earlier eager branch may be the cause
-        return _export(build, inputs, micro_batch_size, device, precision, mode)
+        return once()
     # By default, torch.export records lines only of functions that are called forward. Record all for the message.
     with answered_as_eager(but=aware), every_line_recorded():
-        return _export(build, inputs, micro_batch_size, device, precision, mode)
+        return once()
 
 
 def _export(
@@ -142,7 +170,9 @@ def _export(
     device: str,
     precision: str,
     mode: Mode,
+    traces: list[Repeats] | None,
 ) -> ExportedModel:
+    """The export at the first try. Adds the repeats that each trace finds to ``traces``; None: it traces all."""
     try:
         model = empty_model(build, device)
     except InputError:
@@ -155,7 +185,7 @@ def _export(
     arguments = {name: model.zeros((micro_batch_size, *spec.shape), spec.dtype) for name, spec in inputs.items()}
     try:
         with _quiet_torch():
-            exported = trace(module, lambda: _exported(module, arguments, autocast))
+            exported = trace(module, lambda: _exported(module, arguments, autocast, traces))
     except CaptureError:
         raise
     except Exception as error:  # torch.export raises errors of many kinds; each means that the model cannot be captured
@@ -170,6 +200,7 @@ def _export(
     held, constants = _held_and_constant(exported, model)
     buffers |= held
     inline_regions(exported.graph_module, model.mode, parameters.keys(), autocast)
+    repeated = expand(program, autocast)
     copies = share_weight_casts(program, parameters) if autocast is not None else {}
     _remove_assertions(program)
     remove_in_place(program, model.mode, buffers=buffers.keys(), inputs=inputs.keys())
@@ -213,6 +244,7 @@ def _export(
         outputs={name: node.name for name, node in outputs.items()},
         precision=precision,
         copies=copies,
+        repeated_blocks=repeated,
     )
 
 
@@ -221,10 +253,18 @@ def _used_placeholders(program: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _exported(
-    module: nn.Module, arguments: Mapping[str, torch.Tensor], autocast: Autocast | None
+    module: nn.Module,
+    arguments: Mapping[str, torch.Tensor],
+    autocast: Autocast | None,
+    traces: list[Repeats] | None,
 ) -> torch.export.ExportedProgram:
+    known_values = KnownValues()
+    repeats = Repeats(known_values)
+    if traces is not None:
+        traces.append(repeats)
     with (
-        KnownValues(),
+        known_values,
+        repeats.found() if traces is not None else nullcontext(),
         no_idle_conversions(),
         idle_copies_recorded(),
         active(*autocast.kind) if autocast is not None else nullcontext(),
@@ -271,8 +311,13 @@ def _held_and_constant(
 
 def _forget_device(program: fx.Graph) -> None:
     """Replace the device that the export wrote into operators by the meta device; a run inserts its own device."""
+
+    def forgotten(value: Any) -> Any:
+        return _META if isinstance(value, torch.device) else value
+
     for node in program.nodes:
-        node.args, node.kwargs = tree_map_only(torch.device, lambda _: _META, (node.args, node.kwargs))
+        node.args = fx.node.map_aggregate(node.args, forgotten)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, forgotten)
 
 
 def _first_names(placeholders: Mapping[str, str], named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:

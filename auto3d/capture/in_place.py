@@ -53,7 +53,7 @@ def remove_in_place(
     the forward, and for a write that cannot be rewritten.
     """
     for node in list(program.nodes):
-        if is_mutable(node) and _written(node) != args_of(node)[:1]:
+        if is_mutable(node) and written_arguments(node) != args_of(node)[:1]:
             _copy_to_out(program, node, mode)
     rewriter = _Rewriter(program, mode, set(buffers), inputs)
     for node in list(program.nodes):
@@ -226,7 +226,7 @@ def _emit(
 
 def _copy_to_out(program: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> None:
     """Replace ``op(a, out=b)`` by ``b.copy_(op(a))``."""
-    written = _written(node)
+    written = written_arguments(node)
     if len(written) != 1 or not any(argument.is_out for argument in target_of(node)._schema.arguments):
         raise CaptureError(
             f"{name_of(node.target)} writes to several tensors, or not to its first argument{node_line(node)}; "
@@ -257,7 +257,7 @@ def _functional(node: fx.Node) -> Any:
     )
 
 
-def _written(node: fx.Node) -> tuple[Any, ...]:
+def written_arguments(node: fx.Node) -> tuple[Any, ...]:
     """The arguments that the operator of ``node`` writes to."""
     written = []
     for index, argument in enumerate(target_of(node)._schema.arguments):

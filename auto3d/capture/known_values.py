@@ -37,6 +37,7 @@ class KnownValues(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.readings = 0  # number of times that code read a value during the trace
         self._known: dict[fx.Node, Any] = {}
         self._seen: set[fx.Node] = set()
         self._overwritten: set[int] = set()  # memory of known values that was overwritten with data
@@ -44,6 +45,7 @@ class KnownValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func in _READING and get_proxy_mode() is not None:
+            self.readings += 1
             values = [self._value(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
             if all(value is not None for value in values):
                 with _disable_current_modes(), torch._C.DisableTorchFunction():

@@ -44,21 +44,32 @@ class PythonState:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
+        self._ids = {id(module) for module in self._modules.values()}
+        self._code = [
+            *(Owner(f"{cls.__name__}.{{}}", partial(_class_values, cls)) for cls in _classes(self._modules.values())),
+            *(Owner(f"{module.__name__}.{{}}", partial(vars, module)) for module in user_modules(model)),
+        ]
         self._owners = [
             Owner("Python's random state", lambda: {"": random.getstate()}),
             Owner("numpy's random state", lambda: {"": np.random.get_state(legacy=False)}),
             *(Owner(_of_module(path, module), partial(_attributes, module)) for path, module in self._modules.items()),
-            *(Owner(f"{cls.__name__}.{{}}", partial(_class_values, cls)) for cls in _classes(self._modules.values())),
-            *(Owner(f"{module.__name__}.{{}}", partial(vars, module)) for module in user_modules(model)),
+            *self._code,
         ]
 
     def now(self) -> "StateSnapshot":
         """A comparable copy of the present state."""
-        freezing = _Freezing({id(module) for module in self._modules.values()})
+        return self._copy(self._owners)
+
+    def of_code(self) -> "StateSnapshot":
+        """A comparable copy of the globals and the class attributes of the model's code, without installed packages."""
+        return self._copy(self._code)
+
+    def _copy(self, owners: Iterable[Owner]) -> "StateSnapshot":
+        freezing = _Freezing(self._ids)
         return StateSnapshot(
             {
                 (owner, name): freezing(value)
-                for owner in self._owners
+                for owner in owners
                 for name, value in list(owner.values().items())
                 if not name.startswith("__")
             }

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from auto3d.capture.autocast import TO_COPY, Autocast
 from auto3d.capture.errors import CaptureError, node_line
+from auto3d.capture.expand import MARKS
 from auto3d.capture.in_place import name_of
 from auto3d.capture.nodes import args_of, is_tensor, target_of
 
@@ -37,8 +38,7 @@ def inline_regions(
     inliner = _Inliner(program, mode, parameters)
     if precision is not None:
         for node in list(program.nodes):
-            if isinstance(node.target, torch._ops.OpOverload):
-                inliner.cast_arguments(node, precision)
+            inliner.cast_arguments(node, precision)
     for node in [node for node in program.nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]:
         with program.inserting_before(node):
             results = inliner.inline(node, {argument: argument for argument in node.all_input_nodes}, module, precision)
@@ -100,7 +100,7 @@ class _Inliner:
                 values[node] = values[node.args[0]][node.args[1]]
             elif node.op == "call_function":
                 values[node] = self._program.node_copy(node, values.__getitem__)
-                if precision is not None and isinstance(node.target, torch._ops.OpOverload):
+                if precision is not None:
                     self.cast_arguments(values[node], precision)
         raise AssertionError("a graph ends with its output")
 
@@ -120,6 +120,8 @@ class _Inliner:
 
     def cast_arguments(self, node: fx.Node, precision: Autocast) -> None:
         """Insert casts before ``node``, so that it computes the same without mixed precision as it did with it."""
+        if not isinstance(node.target, torch._ops.OpOverload) or node.target in MARKS:
+            return
         dtypes = precision.casts(node, self._mode)
 
         def cast(argument: fx.Node) -> fx.Node:
