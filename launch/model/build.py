@@ -14,7 +14,6 @@ from torch import nn
 
 from auto3d.capture.errors import CaptureError, error_line
 from auto3d.capture.model import CapturedModel, capture, garbage_collection_paused
-from auto3d.capture.skeleton import skeleton
 from auto3d.plan import Plan
 from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.world import World
@@ -28,8 +27,6 @@ from launch.run.devices import hide_devices
 from launch.run.streams import stdout_to_stderr
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from configurations; nothing is downloaded
-
-LARGE_MODULES = 500  # a capture takes about 8 ms for each module, and importing torch and transformers 4 s
 
 
 def captured_model(
@@ -77,16 +74,6 @@ def _captured_now(recipe: LoadedRecipe, build: Callable[[], nn.Module], micro_ba
         raise
     except SystemExit as error:
         raise recipe.error("model", f"its code ended the program: {_summary(error)}") from None
-
-
-def is_large(recipe: LoadedRecipe) -> bool:
-    """Whether a capture of the recipe's model takes longer than starting a process that imports torch."""
-    with stdout_to_stderr():
-        try:
-            model = skeleton(build_function(recipe)).model
-        except Exception:  # the model's code may raise anything, and its capture reports that
-            return False
-    return sum(1 for _ in model.modules()) >= LARGE_MODULES
 
 
 class RankCaptures:

@@ -17,12 +17,10 @@ T = TypeVar("T")  # the argument of a function of the process: a micro-batch siz
 class CaptureProcess:
     """A process that captures and checks models, so that a driver of days need not hold torch and a model in memory.
 
-    It starts at the first call. It is a context manager: at the end of the ``with`` the process has ended. With
-    ``daemon``, it also ends with the process that started it, but cannot start processes itself.
+    It starts at the first call. It is a context manager: at the end of the ``with`` the process has ended.
     """
 
-    def __init__(self, *, daemon: bool = False) -> None:
-        self._daemon = daemon
+    def __init__(self) -> None:
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
 
@@ -39,18 +37,9 @@ class CaptureProcess:
 
         Raises InputError where the function does, or where the process is killed.
         """
-        self.begin(function, recipe, argument)
-        return self.result()
-
-    def begin(self, function: Callable[[LoadedRecipe, T], Any], recipe: LoadedRecipe, argument: T) -> None:
-        """Begin a ``call``; ``result`` waits for it."""
         if self._pipe is None:
             self._pipe = self._start()
         self._pipe.send((function, recipe, argument))
-
-    def result(self) -> Any:
-        """The result of the call that was begun; raises InputError as ``call`` does."""
-        assert self._pipe is not None, "a call was begun"
         try:
             result, problem = self._pipe.recv()
         except EOFError:
@@ -62,7 +51,7 @@ class CaptureProcess:
     def _start(self) -> Connection:
         context = get_context("spawn")  # fork is unsafe here: a driver that shows progress has threads
         ours, theirs = context.Pipe()
-        self._process = context.Process(target=_answer, args=(theirs,), daemon=self._daemon)
+        self._process = context.Process(target=_answer, args=(theirs,))
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the child inherits this: the driver handles Ctrl-C
         try:
             self._process.start()

@@ -57,12 +57,7 @@ def planning_subject(
         return subject_of(recipe, process=process)
     model = PlanningModel(recipe, predicted=True, process=process)
 
-    split_at, other = INTERPOLATED
-    meanwhile = None if recipe.values.search.micro_batch_size == [split_at] else other
-
-    @cache
-    def captured(samples: int) -> Graph:
-        return model.graph(samples, meanwhile=meanwhile if samples == split_at else None)
+    captured = cache(model.graph)
 
     def graph_at(samples: int) -> Graph:
         if samples in INTERPOLATED:

@@ -53,36 +53,15 @@ class PlanningModel:
         self._fresh = fresh
         self._process = process
         self._last_slices = lru_cache(1)(self.slice_graphs)  # the slices of a model are asked for one after the other
-        self._begun: dict[int, CaptureProcess] = {}  # micro-batch size -> the process that makes its Graph
         self._fused_attention = not (predicted and recipe.values.prediction.attention == UNFUSED)
         self._elsewhere = partial(_planning_model, predicted=not self._fused_attention, fresh=fresh)
         self.captured = False  # whether anything was not in the cache
 
-    def graph(self, micro_batch_size: int, *, meanwhile: int | None = None) -> Graph:
-        """The Graph for micro-batches of so many samples; raises InputError where it cannot be captured.
-
-        ``meanwhile`` is another size, whose Graph is needed later: if this one takes long to capture here, another
-        process makes that one at the same time.
-        """
-        if (process := self._begun.pop(micro_batch_size, None)) is not None:
-            with process:
-                return graph_from_json(process.result())
-
-        def here(size: int) -> Graph:
-            if meanwhile is not None:
-                self._begin(meanwhile)
-            return self.captured_here(size)
-
+    def graph(self, micro_batch_size: int) -> Graph:
+        """The Graph for micro-batches of so many samples; raises InputError where it cannot be captured."""
         call = partial(_capture_to_json, self._elsewhere)
-        return self._made(self.identity(graph_at=micro_batch_size), micro_batch_size, graph_from_json, here, call)
-
-    def _begin(self, micro_batch_size: int) -> None:
-        """Begin to make the Graph in another process, unless starting a process takes longer than a capture."""
-        from launch.model.build import is_large  # it imports torch
-
-        if is_large(self._recipe):
-            process = self._begun[micro_batch_size] = CaptureProcess(daemon=True)
-            process.begin(partial(_graph_to_json, self._elsewhere), self._recipe, micro_batch_size)
+        identity = self.identity(graph_at=micro_batch_size)
+        return self._made(identity, micro_batch_size, graph_from_json, self.captured_here, call)
 
     def captured_here(self, micro_batch_size: int) -> Graph:
         """The Graph, captured in this process and stored in the cache."""
@@ -267,10 +246,6 @@ class PlanningModel:
 
 
 Elsewhere = Callable[[LoadedRecipe], PlanningModel]  # gives the PlanningModel of a recipe in a CaptureProcess
-
-
-def _graph_to_json(model_of: Elsewhere, recipe: LoadedRecipe, micro_batch_size: int) -> Any:
-    return graph_to_json(model_of(recipe).graph(micro_batch_size))
 
 
 def _capture_to_json(model_of: Elsewhere, recipe: LoadedRecipe, micro_batch_size: int) -> Any:

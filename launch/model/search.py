@@ -14,7 +14,7 @@ from auto3d.search.search import Budget, Search
 from auto3d.search.space import Domain
 from launch.model.candidates import check_memory_known, check_rules, task
 from launch.model.capture_process import CaptureProcess
-from launch.model.costs import INTERPOLATED, cost_model, planning_subject
+from launch.model.costs import cost_model, planning_subject
 from launch.model.graphs import PlanningModel
 from launch.model.nearest import no_plan_found
 from launch.recipe.load import LoadedRecipe
@@ -85,8 +85,7 @@ def _prepare(maker: PlanMaker, domain: Domain) -> None:
     """Capture the model and divide its work for all of ``domain``, so that no budget of the search includes it."""
     kinds = domain.choices["sequence_parallel"]
     degrees = ((one.micro_batch_size, one.tp, kind and one.tp > 1) for one in domain.degrees for kind in kinds)
-    # The first captured size comes first: the model is split there, while another process captures the other size.
-    ordered = sorted(set(degrees), key=lambda degree: (degree[0] != INTERPOLATED[0], degree))
+    ordered = sorted(set(degrees))
     maker.prepare((samples, Share(tp=tp, sequence_parallel=kind)) for samples, tp, kind in ordered)
     maker.prepare(
         (samples, Share(slices=slices)) for samples, tp, _ in ordered if tp == 1 for slices in _slices(domain)

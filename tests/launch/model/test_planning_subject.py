@@ -1,13 +1,9 @@
 """The model of a search for several machines: its two captures run at the same time if the model is large."""
 
-import multiprocessing
-
 import pytest
 
 from auto3d.errors import InputError
-from launch.model import build
 from launch.model.costs import INTERPOLATED, planning_subject
-from launch.model.graphs import PlanningModel
 from launch.model.search import search_recipe
 from launch.recipe.load import load
 from launch.recipe.settings import cluster
@@ -22,34 +18,15 @@ def empty_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("AUTO3D_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.fixture
-def started():
-    """A function of the processes that the test has started; other tests may have pools in this process."""
-    before = set(multiprocessing.active_children())
-    return lambda: [process for process in multiprocessing.active_children() if process not in before]
-
-
-@pytest.fixture
-def large(monkeypatch):
-    """Counts every model as large."""
-    monkeypatch.setattr(build, "LARGE_MODULES", 0)
-
-
-def test_a_capture_of_another_process_is_that_of_this_process(folder, large, started, monkeypatch, tmp_path):
-    recipe = load("small.yaml", TWO_NODES)
-    subject = planning_subject(recipe)
-    assert subject.fingerprint(INTERPOLATED[0])
-    (other,) = started()
+def test_sizes_are_interpolated_between_two_captures(folder):
+    subject = planning_subject(load("small.yaml", TWO_NODES))
     graphs = {size: subject.graph(size) for size in (*INTERPOLATED, 8)}
-    assert not other.is_alive()
-    monkeypatch.setenv("AUTO3D_CACHE", str(tmp_path / "another cache"))
-    model = PlanningModel(recipe, predicted=True)
-    assert [graphs[size] for size in INTERPOLATED] == [model.graph(size) for size in INTERPOLATED]
+    assert all(graphs[size].fingerprint for size in INTERPOLATED)
     assert graphs[8].micro_batch_size == 8
     assert not graphs[8].fingerprint, "interpolated"
 
 
-def test_an_error_of_the_other_process_is_that_of_this_process(folder, large):
+def test_a_model_that_fails_at_a_size_is_captured_at_each(folder):
     """The model fails at 4 samples, so no size is interpolated."""
     (folder / "picky.py").write_text(PICKY)
     subject = planning_subject(load("own.yaml", [*TWO_NODES, "model.factory=picky:model"]))
@@ -62,21 +39,10 @@ def test_an_error_of_the_other_process_is_that_of_this_process(folder, large):
 @pytest.mark.soak
 @pytest.mark.parametrize("name", REAL_SIZE)
 def test_a_recipe_of_real_size_has_a_plan_that_fits_its_devices(name):
-    recipe = load(name, ["search.seconds=2"])
+    recipe = load(name)
     best = search_recipe(recipe).ranked()[0]
     assert best.plan.ranks == cluster(recipe).devices
     assert best.seconds > 0
-
-
-def test_a_small_model_starts_no_process(folder, started):
-    assert planning_subject(load("small.yaml", TWO_NODES)).fingerprint(2)
-    assert not started()
-
-
-def test_a_single_size_starts_no_process(folder, large, started):
-    recipe = load("small.yaml", ["cluster.nodes=2", f"search.micro_batch_size=[{INTERPOLATED[0]}]"])
-    assert planning_subject(recipe).fingerprint(2)
-    assert not started()
 
 
 PICKY = """
