@@ -193,9 +193,10 @@ def place_of(module: str, code_folders: Sequence[str]) -> str:
 
 def _top_modules(sources: Iterable[str]) -> dict[str, str]:
     """The loaded modules outside of packages whose files are among ``sources``, with their files."""
-    loaded = {name: str(getattr(module, "__file__", None)) for name, module in list(sys.modules.items())}
-    top = {name: file for name, file in loaded.items() if "." not in name and name not in _MAIN}
-    return {name: file for name, file in sorted(top.items()) if file in sources}
+    known = set(sources)
+    top = {name: module for name, module in list(sys.modules.items()) if "." not in name and name not in _MAIN}
+    files = {name: str(getattr(module, "__file__", None)) for name, module in sorted(top.items())}
+    return {name: file for name, file in files.items() if file in known}
 
 
 @cache

@@ -9,10 +9,10 @@ from auto3d.cluster import Accelerator, Cluster
 from auto3d.cost.model import CostModel
 from auto3d.search.search import Ranked
 from launch.model.profile import how_to_measure
+from launch.model.search import SHOWN
 from launch.recipe.links import AssumedLink
 from launch.recipe.load import LoadedRecipe
 
-COMPARED = 20  # best plans whose order is computed again with other links
 FACTORS = (0.5, 2.0)  # bandwidths of assumed links, in relation to the assumed ones
 TIE = 1e-9  # relative difference of times that counts as none
 SIGN = "~"  # mark of a plan whose place the assumed links decide
@@ -73,7 +73,7 @@ def assumed_records(recipe: LoadedRecipe, measured_in: str) -> list[dict[str, An
 
 
 def places_assumed(recipe: LoadedRecipe, model: CostModel, ranked: Sequence[Ranked]) -> frozenset[int]:
-    """The places of those of the ``COMPARED`` best plans whose order the assumed links decide.
+    """The places of those of the ``SHOWN`` best plans whose order the assumed links decide.
 
     A plan counts if it is slower than the next one, or faster than the one before, once the assumed links have one of
     ``FACTORS`` of their bandwidth. If there is none, these plans keep their order.
@@ -82,7 +82,7 @@ def places_assumed(recipe: LoadedRecipe, model: CostModel, ranked: Sequence[Rank
     found: set[int] = set()
     for factor in FACTORS if links else ():
         scaled = model.on(_scaled(recipe, model.cluster, links, factor))
-        seconds = [scaled.seconds(one.plan) for one in ranked[:COMPARED]]
+        seconds = [scaled.seconds(one.plan) for one in ranked[:SHOWN]]
         for place, (this, following) in enumerate(pairwise(seconds)):
             if this > following * (1 + TIE):
                 found |= {place, place + 1}

@@ -1,4 +1,4 @@
-"""The model of a search for several machines: its two captures run at the same time if the model is large."""
+"""The model of a search for several machines: two captures, between which other sizes are interpolated."""
 
 import pytest
 
