@@ -151,6 +151,7 @@ def runnable_maker(
         cost_model(recipe, subject),
         task(recipe),
         shortage=missing,
+        memory=memory,
         check=check,
         order_seconds=recipe.values.search.order_seconds,
     )
