@@ -1,10 +1,13 @@
 """The search of a recipe: budgets are counts, nothing is captured twice, and the best plans are those of the space."""
 
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from auto3d.capture import model
+from auto3d.errors import InputError
+from auto3d.search.bound import least_s
 from launch.model.graphs import PlanningModel
 from launch.model.search import SHOWN, search_recipe
 from launch.model.sweep_plans import plans_of_sweep
@@ -12,6 +15,7 @@ from launch.recipe.load import load
 
 RECIPES = sorted(str(file) for file in Path("recipes").rglob("*.yaml") if "search:" in file.read_text())
 SIMULATED = ["gpt1.4b", "gpt2.5b", "gpt8.3b", "gpt20b", "llama3-8b", "llama3-70b"]  # each within an hour, all of it
+PROMISED = ["gpt20b", "gpt175b", "llama3-8b", "t5-11b", "vit-22b", "mixed"]
 SMALL = [
     "model.config.n_layer=4",
     "model.config.n_embd=64",
@@ -59,3 +63,25 @@ def test_the_plans_shown_are_the_best_of_the_whole_space(name):
     assert whole.left.candidates == 0
     print(f"{name}: {search.simulated} of {whole.simulated} plans simulated, regret {found[0] / best[0] - 1:.2%}")
     assert found == best
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", PROMISED)
+def test_no_plan_of_a_recipe_needs_less_than_its_candidate_promises(name):
+    """With every axis that changes times or memory, on captured models and shards of them."""
+    wide = ["search.recompute=[none,full,auto]", "search.shard_optimizer=auto", "search.sequence_parallel=auto"]
+    more = ["search.tensor_overlap=auto", "search.schedule=auto", "search.partition=auto", "search.candidates=1"]
+    search = search_recipe(load(name, [*wide, *more]))
+    every, maker, promises = list(search.domain), search.maker, search.promises
+    checked = 0
+    for candidate in Random(name).sample(every, min(400, len(every))):
+        try:
+            plan = maker.unlimited(candidate)
+        except InputError:
+            continue
+        bound = maker.model.slowest_pipeline_s(plan, least_s)
+        assert promises.least_s(candidate) <= bound * (1 + 1e-9), candidate
+        assert promises.least_bytes(candidate) <= max(maker.model.memory(plan)) * (1 + 1e-9), candidate
+        checked += 1
+    assert checked > 50
