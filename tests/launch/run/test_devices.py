@@ -256,6 +256,19 @@ def test_a_training_on_gpus_captures_in_its_ranks(folder, machine, auto3d, monke
     assert "witness" not in sys.modules, "the process that forks the ranks did not import it"
 
 
+def test_the_ranks_of_a_training_on_gpus_share_what_is_stored(folder, machine, auto3d, monkeypatch):
+    """The model's factory is called by the process that captures it, and by no rank before it needs its GPU."""
+    for module in (devices, graphs):
+        monkeypatch.setattr(module, "torch_has_cuda", lambda: True)
+    machine(FOUR, "3,1")
+    (folder / "witness.py").write_text(WITNESS.replace("return Captured", "return Net"))
+    model = ["model.factory=witness:make", f"model.arguments={{expected: 2, folder: {folder}}}"]
+    error = auto3d("train", "own.yaml", *model, "cluster.device=cuda", code=1).err
+    assert "Torch not compiled with CUDA" in error, "it ran as far as it can without a GPU"
+    assert seen_in(folder) == []
+    assert "witness" not in sys.modules, "the process that forks the ranks read the program without the model's code"
+
+
 def test_a_capture_is_compared_on_a_gpu_in_a_fresh_process(folder):
     recipe = load("own.yaml", ["cluster.device=cuda"])
     outcome = compare_on_gpu(recipe, 4, timeout_s=120)
