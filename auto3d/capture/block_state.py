@@ -91,14 +91,14 @@ def frozen_reads(reads: set[Read], modules: Sequence[nn.Module]) -> dict[Read, F
     """The values of ``reads`` in comparable form; None if one of them cannot be compared."""
     if any(index == _OUTSIDE for index, _ in reads):
         return None
-    freeze = _Freezing(modules)
+    freeze = _Freezer(modules)
     values = {(index, name): freeze(_value(modules[index], name)) for index, name in reads}
     return None if any(isinstance(value, Unclear) for value in values.values()) else values
 
 
 def frozen_attributes(modules: Sequence[nn.Module]) -> dict[Read, Frozen]:
     """All attributes of ``modules`` in comparable form; one that is ``Unclear`` is equal to the same object only."""
-    freeze = _Freezing(modules)
+    freeze = _Freezer(modules)
     return {
         (index, name): freeze(value)
         for index, module in enumerate(modules)
@@ -143,7 +143,7 @@ def _add_globals(found: list[Global], owner: Mapping[str, Any], names: Sequence[
 
 def frozen_globals(read: Sequence[Global], modules: Sequence[nn.Module]) -> tuple[Frozen, ...] | None:
     """The present values of ``read`` in comparable form; None if one of them cannot be compared."""
-    freeze = _Freezing(modules)
+    freeze = _Freezer(modules)
     values = [owner.get(name, _MISSING) for owner, name in read]
     frozen = [id(value) if isinstance(value, _CODE) or _is_cached(value) else freeze(value) for value in values]
     return None if any(isinstance(value, Unclear) for value in frozen) else tuple(frozen)
@@ -161,7 +161,7 @@ def _value(module: nn.Module, name: str) -> Any:
     return {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
 
 
-class _Freezing:
+class _Freezer:
     """Makes comparable copies of values; a module of the block is described by its number in the block."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:

@@ -35,7 +35,7 @@ from auto3d.capture.in_place import name_of, remove_in_place, written_buffers
 from auto3d.capture.known_values import KnownValues
 from auto3d.capture.masks import leave_masks_to_kernel
 from auto3d.capture.regions import inline_regions
-from auto3d.capture.repeats import Repeats
+from auto3d.capture.repeats import RepeatedBlocks
 from auto3d.capture.traced_branches import answered_as_eager, misled
 from auto3d.errors import InputError
 
@@ -138,7 +138,7 @@ def export_with(
 
     def once() -> ExportedModel:
         if copy_repeats:
-            traces: list[Repeats] = []
+            traces: list[RepeatedBlocks] = []
             try:
                 return _export(build, inputs, micro_batch_size, device, precision, mode, traces)
             except (CaptureError, SideEffectError):
@@ -170,7 +170,7 @@ def _export(
     device: str,
     precision: str,
     mode: Mode,
-    traces: list[Repeats] | None,
+    traces: list[RepeatedBlocks] | None,
 ) -> ExportedModel:
     """The export at the first try. Adds the repeats that each trace finds to ``traces``; None: it traces all."""
     try:
@@ -256,10 +256,10 @@ def _exported(
     module: nn.Module,
     arguments: Mapping[str, torch.Tensor],
     autocast: Autocast | None,
-    traces: list[Repeats] | None,
+    traces: list[RepeatedBlocks] | None,
 ) -> torch.export.ExportedProgram:
     known_values = KnownValues()
-    repeats = Repeats(known_values)
+    repeats = RepeatedBlocks(known_values)
     if traces is not None:
         traces.append(repeats)
     with (

@@ -56,7 +56,7 @@ _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forwar
 
 
 @dataclass(frozen=True)
-class _Call:
+class _BlockCall:
     """A call of a block: what it gets, in a form that is equal for two calls that must do the same."""
 
     modules: list[nn.Module]  # of the block, in the order of ``Module.modules``
@@ -71,7 +71,7 @@ class _Template:
     """A traced block that later calls may repeat."""
 
     number: str
-    call: _Call
+    call: _BlockCall
     attributes: dict[Read, Frozen]  # values of the attributes that its forward reads
     globals: list[Global]  # those that its code may read
     surroundings: tuple[StateSnapshot, Frozen]  # the state of the model's code, and the values of ``globals``
@@ -84,7 +84,7 @@ class _Template:
 
 
 @dataclass
-class Repeats:
+class RepeatedBlocks:
     """The blocks that one trace meets."""
 
     known_values: KnownValues
@@ -140,7 +140,7 @@ class Repeats:
         self._calls[module] += 1
         return self._calls[module] > 1 and bool(module._modules) and self._blocks.isdisjoint(module.modules())
 
-    def _call(self, tracer: Any, module: nn.Module, args: tuple, kwargs: dict) -> _Call | None:
+    def _call(self, tracer: Any, module: nn.Module, args: tuple, kwargs: dict) -> _BlockCall | None:
         """The call in comparable form; None if it cannot be compared."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if _ambient() != self._ambient or not _is_plain(spec) or any(map(bool, _GLOBAL_HOOKS)):
@@ -167,7 +167,7 @@ class Repeats:
             _pattern(_storage(tensor) for tensor in tensors),
             [self._depends(node) for node in nodes],
         )
-        return _Call(modules, tensors, nodes, len(arguments), described)
+        return _BlockCall(modules, tensors, nodes, len(arguments), described)
 
     def _depends(self, node: fx.Node) -> bool:
         """Whether the value of ``node`` depends on an input or a parameter, so that no code can read it."""
@@ -182,7 +182,7 @@ class Repeats:
                 self._varies[current] = inherited or current.op == "placeholder"
         return self._varies[node]
 
-    def _equal(self, call: _Call) -> _Template | None:
+    def _equal(self, call: _BlockCall) -> _Template | None:
         """A template that does the same as ``call`` must do; None if there is none."""
         assert self._state is not None
         candidates = [template for template in self._templates if template.call.described == call.described]
@@ -194,7 +194,7 @@ class Repeats:
                 return template
         return None
 
-    def _repeat(self, tracer: Any, template: _Template, call: _Call) -> Any:
+    def _repeat(self, tracer: Any, template: _Template, call: _BlockCall) -> Any:
         """The result of the block, as tensors that one operation makes."""
         with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
             like = Like()
@@ -208,7 +208,7 @@ class Repeats:
         values = {"argument": call.tensors.__getitem__, "output": outputs.__getitem__, "plain": lambda value: value}
         return pytree.tree_unflatten([values[kind](value) for kind, value in template.leaves], template.spec)
 
-    def _trace(self, tracer: Any, call: _Call, forward: Callable, args: tuple, kwargs: dict) -> Any:
+    def _trace(self, tracer: Any, call: _BlockCall, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """The result of ``forward``, whose operations become a template if that is possible."""
         assert self._state is not None
         number = str(self.traced)
@@ -247,7 +247,7 @@ class Repeats:
         self,
         tracer: Any,
         number: str,
-        call: _Call,
+        call: _BlockCall,
         attributes: dict[Read, Frozen],
         read: list[Global],
         surroundings: tuple[StateSnapshot, Frozen],
@@ -301,7 +301,7 @@ class Repeats:
         return _Template(number, call, attributes, read, surroundings, outputs, renamed, described, spec)
 
 
-def _proxies(tracer: Any, call: _Call) -> list[fx.Proxy]:
+def _proxies(tracer: Any, call: _BlockCall) -> list[fx.Proxy]:
     return [get_proxy_slot(tensor, tracer).proxy for tensor in call.tensors]
 
 

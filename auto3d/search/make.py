@@ -391,5 +391,5 @@ def shortage_of(model: CostModel, plan: Plan) -> str:
     for device, needed in enumerate(model.memory_one_by_one(plan)):
         memory = model.cluster.memory_of(plan.placement[device])
         if memory is not None and needed > memory:
-            return f"pipeline device {device} needs {in_gib(needed)} GiB; it has {in_gib(memory)}"
+            return f"pipeline device {device} needs {in_gib(needed)} GiB; it has {in_gib(memory)} GiB"
     return ""

@@ -185,7 +185,9 @@ class Search:
         memory = [node.accelerator.memory_bytes for node in self.maker.model.cluster.nodes]
         most, least = max(inf if size is None else size for size in memory), self.promises.least_bytes(candidate)
         if least > most:
-            problem = f"a device needs {in_gib(least)} GiB or more, however the stages are cut; it has {in_gib(most)}"
+            problem = (
+                f"a device needs {in_gib(least)} GiB or more, however the stages are cut; it has {in_gib(most)} GiB"
+            )
             raise PlanError(problem, kind="memory")
 
     def leave_unseen(self) -> None:

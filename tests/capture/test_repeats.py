@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.describe import describe
 from auto3d.capture.export import TRAINING, ExportedModel, InputSpec, Mode, export_with
+from auto3d.capture.model import garbage_collection_paused
 from auto3d.errors import InputError
 from tests.zoo import transformers_classes
 from tests.zoo.__main__ import ENTRIES
@@ -27,6 +28,13 @@ PICTURES = {
     "pixel_values": InputSpec(shape=(3, 32, 32), dtype=torch.float32),
     "labels": InputSpec(shape=(), dtype=torch.int64),
 }
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_capture():
+    """A capture pauses garbage collection; what other tests have hooked to it would run in the trace."""
+    with garbage_collection_paused():
+        yield
 
 
 def written(exported: ExportedModel) -> list[tuple]:

@@ -190,8 +190,8 @@ def test_plan_ranks_candidates_and_counts_those_that_cannot_be(folder, auto3d):
     parts = ("compute_s", "bubble_s", "tensor_s", "message_s", "sync_s", "update_s")
     assert sum(best["estimate"][part] for part in parts) == pytest.approx(best["predicted_s"])
     counts = {one["reason"]: one["count"] for one in found["infeasible"]}
-    for words in ("devices; the cluster has 4", "of 4 devices, and allow_idle", "global_batch: 8 does not divide"):
-        assert sum(words in reason for reason in counts) == 1, words
+    assert sum("global_batch: 8 does not divide" in reason for reason in counts) == 1
+    assert not any("devices" in reason for reason in counts), "such degrees are no part of the space"
     assert not (folder / "runs").exists(), "it trains nothing"
 
     shown = auto3d("plan", "own.yaml", *arguments).out
