@@ -19,6 +19,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as torch_module
 
 from auto3d.capture.errors import is_model_code
+from auto3d.capture.python_state import is_empty
 
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 ALL = "__dict__"  # stands for every attribute of a module
@@ -31,7 +32,7 @@ _CONTAINERS = (list, tuple, set, frozenset, dict, OrderedDict, defaultdict, dequ
 _HEAP_TYPE, _POINTER = 1 << 9, 8  # Python's flag of a class that a class statement made; bytes
 _MISSING = "an attribute that the module does not have"
 
-_CODE = (  # what code calls; it has no state, or its state is compared as that of the model's own code
+_CODE = (  # Callables without state, or whose state is compared with that of the model's own code.
     type,
     types.ModuleType,
     types.FunctionType,
@@ -200,7 +201,7 @@ class _Freezer:
             case types.MethodType():
                 return (types.MethodType, self._of(value.__func__), self._of(value.__self__))
             case types.FunctionType():
-                cells = tuple(cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell))
+                cells = tuple(cell.cell_contents for cell in value.__closure__ or () if not is_empty(cell))
                 parts = (value.__code__, cells, value.__defaults__, value.__kwdefaults__, vars(value))
                 return (types.FunctionType, *map(self._of, parts))
             case types.BuiltinFunctionType() if isinstance(value.__self__, types.ModuleType | None):
@@ -235,11 +236,3 @@ def _is_native(kind: type) -> bool:
     slots = getattr(kind, "__slots__", ())
     pointers = 2 + len((slots,) if isinstance(slots, str) else slots)  # 2: to the attributes and to weak references
     return not kind.__flags__ & _HEAP_TYPE or kind.__basicsize__ - kind.__base__.__basicsize__ > pointers * _POINTER
-
-
-def _is_empty(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return True
-    return False

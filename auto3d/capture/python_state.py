@@ -226,7 +226,7 @@ class _Freezing:
     def _of_function(self, function: types.FunctionType) -> Frozen:
         if not is_model_code(function.__code__.co_filename):
             return function.__qualname__
-        cells = [cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)]
+        cells = [cell.cell_contents for cell in function.__closure__ or () if not is_empty(cell)]
         return (
             function.__qualname__,
             *map(self, (cells, function.__defaults__, function.__kwdefaults__, vars(function))),
@@ -241,7 +241,8 @@ class _Freezing:
         return tuple((name, self(each)) for name, each in attributes.items() if name not in _OF_EVERY_MODULE)
 
 
-def _is_empty(cell: types.CellType) -> bool:
+def is_empty(cell: types.CellType) -> bool:
+    """Whether a closure's cell has no value yet."""
     try:
         _ = cell.cell_contents
     except ValueError:

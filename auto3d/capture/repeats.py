@@ -59,9 +59,9 @@ _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forwar
 class _BlockCall:
     """A call of a block: what it gets, in a form that is equal for two calls that must do the same."""
 
-    modules: list[nn.Module]  # of the block, in the order of ``Module.modules``
+    modules: list[nn.Module]  # the block's modules in the order of ``Module.modules``
     tensors: list[torch.Tensor]  # arguments, then parameters and buffers
-    nodes: list[fx.Node]  # of ``tensors`` in the program
+    nodes: list[fx.Node]  # nodes of ``tensors`` in the program
     arguments: int  # number of ``tensors`` that are arguments
     described: tuple
 
@@ -79,7 +79,7 @@ class _Template:
     renamed: dict[int, bool]
     """Numbers of the call's tensors that an operation of the block returns, such as a cast that changes nothing, and
     whether they depend on data. Later operations use the result of that operation."""
-    leaves: list[tuple[str, Any]]  # of its result: ("argument" or "output", number), or ("plain", value)
+    leaves: list[tuple[str, Any]]  # leaves of its result: ("argument" or "output", number), or ("plain", value)
     spec: pytree.TreeSpec
 
 

@@ -383,9 +383,8 @@ class CostModel:
         forward, backward, _ = self._stage_times.seconds(each, accelerator, share, link, every, halved)
         dropped = without(every, self._work.kept(each, StagePlan(operations=every)))
         again = self._stage_times.seconds(each, accelerator, share, link, dropped, halved)[0] if dropped else 0.0
-        bandwidth = accelerator.memory_bandwidth * accelerator.memory_efficiency
         elements = self._work.tables(samples, share).parameters(every)
-        accumulated = elements * self.training.times.accumulated_bytes / bandwidth
+        accumulated = accumulation_s(self.training, elements, accelerator)
         return forward / divisor + accelerator.micro_batch_s, backward / divisor + accumulated, again / divisor
 
     def whole_bytes(self, samples: int, share: Share) -> WholeBytes:

@@ -54,7 +54,7 @@ class KeptFractions:
         found = np.empty(counts.shape, dtype=int)
         for number, (stage, starts) in enumerate(zip(self._plan.stages, self._starts, strict=True)):
             begin, end = stage.operations[0][0], stage.operations[-1][1]
-            positions = np.array([end, *starts[:0:-1], begin])  # of 0, 1, 2, … kept subgraphs
+            positions = np.array([end, *starts[:0:-1], begin])  # positions for 0, 1, 2, … kept subgraphs
             found[:, number] = positions[counts[:, number]]
         return found
 

@@ -85,7 +85,7 @@ class Search:
         self._plans: dict[Candidate, Plan] = {}
         self._bounds: dict[Candidate, float] = {}
         self._seconds: dict[Candidate, float] = {}
-        self._first: dict[tuple, Candidate] = {}  # what tells plans apart -> the first candidate with it
+        self._first: dict[tuple, Candidate] = {}  # ``_difference`` of a plan -> its first candidate
         self._same: dict[Candidate, list[Candidate]] = {}  # first candidate -> all that are the same plan
         self._best: list[float] = []  # seconds of the ``budget.best`` fastest plans, fastest first
         self._refusals = Refusals()
@@ -98,7 +98,7 @@ class Search:
         self.looked_at = 0
         self.simulated = 0  # number of different plans that were estimated
         self.left = Left()
-        self.ended_by = ""  # what ended the search early: a field of Budget, or _INTERRUPTED
+        self.ended_by = ""  # cause of an early end: a field of Budget, or _INTERRUPTED
 
     @property
     def spent(self) -> bool:

@@ -54,7 +54,7 @@ def shortest_pipeline(
         for place in [last] if final else range(1, last):
             candidates = []
             remaining = (before[last] - before[place]) / fastest
-            least_slowest = remaining / max(1, left)  # that of the later stages
+            least_slowest = remaining / max(1, left)  # lower bound for the later stages
             after = remaining + cheapest * max(0, left - 1)
             if (micro_batches - 1) * least_slowest + whole > bound:
                 continue
