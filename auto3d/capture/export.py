@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.autocast import PRECISIONS, Autocast, active, share_weight_casts
+from auto3d.capture.bookkeeping import bookkeeping_unobserved
 from auto3d.capture.empty import EmptyModel, empty_model, idle_copies_recorded, no_idle_conversions
 from auto3d.capture.errors import (
     KEPT_ELSEWHERE,
@@ -263,6 +264,7 @@ def _exported(
     if traces is not None:
         traces.append(repeats)
     with (
+        bookkeeping_unobserved(),
         known_values,
         repeats.found() if traces is not None else nullcontext(),
         no_idle_conversions(),

@@ -22,7 +22,7 @@ def interpolate(first: Graph, second: Graph, micro_batch_size: int) -> Graph:
     number = _line(first.micro_batch_size, second.micro_batch_size, micro_batch_size)
 
     def value(a: Value, b: Value) -> Value:
-        return replace(a, shape=tuple(map(number, a.shape, b.shape)))
+        return a if a.shape == b.shape else replace(a, shape=tuple(map(number, a.shape, b.shape)))
 
     def node(a: GraphNode, b: GraphNode) -> GraphNode:
         return replace(

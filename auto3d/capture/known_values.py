@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from auto3d.capture.nodes import target_of
 
-_READING = (
+_READING = {
     torch.Tensor.__bool__,
     torch.Tensor.__int__,
     torch.Tensor.__float__,
@@ -27,7 +27,7 @@ _READING = (
     torch.equal,
     torch.allclose,
     torch.Tensor.allclose,
-)
+}
 _LARGEST = 2**24  # most elements of a tensor that is evaluated
 _CPU = torch.device("cpu")
 

@@ -77,7 +77,7 @@ def highest_moments(shape: Shape, device: int) -> tuple[Moment, ...]:
 
 def _without_numbers(moment: Moment) -> Moment:
     """``moment`` of any period: the numbers of its micro-batches would be those of the first ones."""
-    return replace(moment, operation=replace(moment.operation, micro_batches=()))
+    return replace(moment, operation=moment.operation._replace(micro_batches=()))
 
 
 def _grown(moment: Moment, before: Moment, times: int) -> Moment:

@@ -7,6 +7,7 @@ on stage 2 of pipe 1; ``S@1`` starts the gradient sync of stage 1; ``U@1`` updat
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from auto3d.errors import InputError
 
@@ -20,12 +21,13 @@ class Kind(StrEnum):
     SYNC = "S"
     UPDATE = "U"
 
+    __hash__ = str.__hash__  # an enum's own is Python code, and schedules hash millions of operations
+
 
 BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     kind: Kind
     stage: int
     micro_batches: tuple[int, ...] = ()

@@ -59,6 +59,7 @@ def planning_subject(
 
     captured = cache(model.graph)
 
+    @cache
     def graph_at(samples: int) -> Graph:
         if samples in INTERPOLATED:
             return captured(samples)

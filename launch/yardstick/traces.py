@@ -146,7 +146,7 @@ def traced_schedule(trace: Trace) -> Schedule:
             device_of[stage, copy] = len(devices)
             first = copy * trace.micro_batches
             passes = (
-                replace(each, pipe=copy, micro_batches=tuple(first + number for number in each.micro_batches))
+                each._replace(pipe=copy, micro_batches=tuple(first + number for number in each.micro_batches))
                 for each in order
             )
             sync, update = Operation(Kind.SYNC, stage, pipe=copy), Operation(Kind.UPDATE, stage, pipe=copy)

@@ -1,15 +1,17 @@
 """`auto3d plan` at real sizes: python -m tests.benchmarks.planning [NAME…]
 
 Plans each recipe of real size, a mixed cluster of 512 GPUs, and each public model of recipes/public/, in a process of
-its own: first with an empty cache, then with the cache of the first. Reports processor time with all child processes,
-the peak memory of the largest process, what the search looked at, simulated and left out, and the best plan. Prints the
-table and, without names, writes it to results/search/planning.md.
+its own: first with an empty cache, then with the cache of the first. Reports processor time with all child processes
+and the peak memory of the largest process; and, from another run with --json, which also makes the plans of a sweep
+ready to run, what the search looked at, simulated and left out, and the best plan. Prints the table and, without names,
+writes it to results/search/planning.md.
 """
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -72,25 +74,23 @@ class Planned:
 
     processor_s: float
     peak_bytes: int
-    record: dict[str, Any]
+    printed: str
     error: str
 
 
-def plan(case: Case, cache: str) -> Planned:
-    command = [sys.executable, "-m", "launch.main", "plan", *case.command, "--json"]
+def plan(case: Case, cache: str, *options: str) -> Planned:
+    command = [sys.executable, "-m", "launch.main", "plan", *case.command, *options]
     with TemporaryFile() as out, TemporaryFile() as errors:
         process = subprocess.Popen(command, env=os.environ | {"AUTO3D_CACHE": cache}, stdout=out, stderr=errors)
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         out.seek(0)
         errors.seek(0)
-        record = json.loads(out.read()) if process.returncode == 0 else {}
-        error = "" if record else errors.read().decode().strip().splitlines()[-1]
-    return Planned(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, record, error)
+        error = errors.read().decode().strip().splitlines()[-1] if process.returncode else ""
+        return Planned(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, out.read().decode(), error)
 
 
-def row(case: Case, cold: Planned, warm: Planned) -> tuple[str, ...]:
-    record = cold.record
+def row(case: Case, cold: Planned, warm: Planned, record: Mapping[str, Any]) -> tuple[str, ...]:
     figures = f"{cold.processor_s:.1f}", f"{warm.processor_s:.1f}", f"{cold.peak_bytes / 2**30:.2f}"
     if not record:
         return (case.name, *figures, *[""] * 5, cold.error)
@@ -108,14 +108,15 @@ def main() -> None:
         if names and case.name not in names:
             continue
         with TemporaryDirectory() as cache:
-            cold, warm = plan(case, cache), plan(case, cache)
-        rows.append(row(case, cold, warm))
+            cold, warm, detailed = plan(case, cache), plan(case, cache), plan(case, cache, "--json")
+        record = {} if cold.error else json.loads(detailed.printed)
+        rows.append(row(case, cold, warm, record))
         print(*rows[-1], sep="  ", flush=True)
         targets += [
             Target(what=f"{case.name}, cold", found=cold.processor_s, wish=case.cold_s, unit=" s"),
             Target(what=f"{case.name}, warm", found=warm.processor_s, wish=case.warm_s, unit=" s"),
             Target(what=f"{case.name}, memory", found=cold.peak_bytes / 2**30, wish=case.gib, unit=" GiB"),
-            Target(what=f"{case.name}, plans", found=len(cold.record.get("candidates", [])), wish=1, least=True),
+            Target(what=f"{case.name}, plans", found=len(record.get("candidates", [])), wish=1, least=True),
         ]
     text = TEXT.format(table=tabulate(rows, HEADINGS, tablefmt="github", disable_numparse=True))
     print(text)

@@ -142,7 +142,7 @@ def test_any_two_slices_in_the_wrong_order_are_found(devices, slices):
                 right,
                 operations=tuple(
                     tuple(
-                        replace(o, micro_batches=tuple(exchanged.get(m, m) for m in o.micro_batches))
+                        o._replace(micro_batches=tuple(exchanged.get(m, m) for m in o.micro_batches))
                         if o.kind is kind
                         else o
                         for o in row

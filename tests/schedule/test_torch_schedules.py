@@ -1,7 +1,6 @@
 """Each schedule of torch.distributed.pipelining is one of ours: the same order, or another one that takes no longer."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -118,7 +117,7 @@ def test_zb_v_takes_no_longer_than_that_of_torch():
 
 def _one_less(operation: Operation) -> Operation:
     (micro_batch,) = operation.micro_batches
-    return replace(operation, micro_batches=(micro_batch - 1,))
+    return operation._replace(micro_batches=(micro_batch - 1,))
 
 
 def _options(family: str, devices: int, micro_batches: int) -> list[Mapping[str, int]]:
