@@ -2,6 +2,8 @@
 
 import pytest
 
+from auto3d.capture.interpolate import interpolate
+from auto3d.cost.share import Share
 from auto3d.errors import InputError
 from launch.model.costs import INTERPOLATED, planning_subject
 from launch.model.search import search_recipe
@@ -24,6 +26,21 @@ def test_sizes_are_interpolated_between_two_captures(folder):
     assert all(graphs[size].fingerprint for size in INTERPOLATED)
     assert graphs[8].micro_batch_size == 8
     assert not graphs[8].fingerprint, "interpolated"
+
+
+def test_a_size_is_interpolated_once(folder, monkeypatch):
+    made: list[int] = []
+
+    def counted(first, second, size):
+        made.append(size)
+        return interpolate(first, second, size)
+
+    monkeypatch.setattr("launch.model.costs.interpolate", counted)
+    subject = planning_subject(load("small.yaml", TWO_NODES))
+    for share in (Share(), Share(tp=2), Share(tp=2, sequence_parallel=True)):
+        subject.work(8, share)
+        subject.split(8, share.tp, share.sequence_parallel)
+    assert made == [8]
 
 
 def test_a_model_that_fails_at_a_size_is_captured_at_each(folder):
