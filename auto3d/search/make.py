@@ -151,7 +151,10 @@ class PlanMaker:
             if excess[device] > 1:
                 needed = {n: self.model.stage_memory(plan, n, plan.stages[n])[device] for n in stages_of(shape, device)}
                 largest = max(needed, key=needed.__getitem__)
-                excluded.append((largest, *plan.stages[largest].operations[0]))
+                run = largest, *plan.stages[largest].operations[0]
+                if run in excluded:  # nothing smaller is possible
+                    break
+                excluded.append(run)
             else:
                 memory = [_TIGHTER * has for has in memory]
         return fastest
