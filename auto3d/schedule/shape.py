@@ -4,13 +4,14 @@ A search reads them of many more plans than it simulates.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from auto3d.plan import Plan
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.in_flight import in_flight
 from auto3d.schedule.operation import Kind, Schedule
+from auto3d.schedule.options import SYNC
 
 PERIODS = 2  # every periodic schedule repeats itself after this many periods
 
@@ -103,6 +104,9 @@ def _skipped(name: str, period: int, micro_batches: int) -> int:
 def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str, int | str], ...]) -> Shape:
     """Counts the first periods; in each later one, the numbers in flight grow by the same amount."""
     options_of = dict(options)
+    if options_of.get("sync") in SYNC[1:]:  # nothing that is counted depends on where syncs are
+        without = tuple((option, value) for option, value in options if option != "sync")
+        return replace(_shape(name, devices, micro_batches, without), options=options_of)
     period = _period(devices, options_of)
     skipped = _skipped(name, period, micro_batches)
     listed = build_schedule(name, devices=devices, micro_batches=micro_batches - skipped * period, **options_of)

@@ -119,6 +119,20 @@ class PlanMaker:
             seed=self.workload.seed,
         )
 
+    def check_depth(self, candidate: Candidate) -> None:
+        """Raise PlanError if the model has fewer subgraphs than ``candidate`` has pipeline devices, with a stage each.
+
+        It takes no schedule, whose list of operations is long where there are many devices.
+        """
+        if "scale" in parse_schedule(candidate.schedule)[1]:  # a part of a micro-batch has a Graph of its own
+            return
+        self._fingerprint(candidate.micro_batch_size)
+        subgraphs = len(self.planned.cuts(candidate.micro_batch_size)) - 1
+        if candidate.pp > subgraphs:
+            raise PlanError(
+                f"{candidate.pp} stages or more, but the model has {subgraphs} subgraphs; each stage needs one"
+            )
+
     def check(self, plan: Plan) -> None:
         """Raise InputError if a device lacks the memory for ``plan``, or if it is impossible for another reason."""
         if missing := self._shortage(plan):
