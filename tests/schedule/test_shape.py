@@ -5,7 +5,7 @@ import pytest
 from auto3d.capture.graph import Value
 from auto3d.errors import InputError
 from auto3d.partition.stage import Transfer
-from auto3d.schedule import build_schedule
+from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.in_flight import in_flight
 from auto3d.schedule.lowering import lower
 from auto3d.schedule.moments import COUNTS, all_moments, highest_moments
@@ -56,6 +56,21 @@ def assert_shape(predicted: Shape, listed: Schedule) -> None:
     halves = {o.stage for operations in listed.operations for o in operations if o.kind is Kind.BACKWARD_WEIGHT}
     assert predicted.split == halves
     assert predicted.schedule() == listed
+
+
+@pytest.mark.parametrize("name", BY_RULE)
+def test_the_option_to_recompute_changes_no_operation(name):
+    """So what a device holds is counted once for both."""
+    if "recompute" not in SCHEDULES[name].options:
+        return
+    for options in ({}, OPTIONS.get(name, {}), {"sync": "eager-opt"}):
+        sizes = {"devices": 4, "micro_batches": 8}
+        keeping, recomputing = (shape(name, **sizes, options=options | more) for more in ({}, {"recompute": "full"}))
+        assert_shape(recomputing, build_schedule(name, **sizes, **options, recompute="full"))
+        assert recomputing.schedule().operations == keeping.schedule().operations
+        for device in range(4):
+            pairs = zip(highest_moments(keeping, device), highest_moments(recomputing, device), strict=True)
+            assert all(one is other for one, other in pairs)
 
 
 @pytest.mark.parametrize("name", BY_RULE)
