@@ -5,6 +5,7 @@ between neighbouring stages. AMP's algorithm tries every possible value of the m
 of stages and each position, the assignments that no other beats in both the maximum and the rest. Both are exact.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -42,21 +43,24 @@ def shortest_pipeline(
     fastest, cheapest = max(speeds), min(messages[1:last], default=0.0)
     whole = (before[last] - before[0]) / fastest  # the least sum of stage times
     bound = _balanced_objective(before, messages, speeds, micro_batches)
-    best: list[list[_Assignment]] = [[] for _ in before]
-    best[0] = [(0.0, 0.0, 0, None)]
+    best: dict[int, list[_Assignment]] = {0: [(0.0, 0.0, 0, None)]}  # place -> assignments that end there
     for stage, speed in enumerate(speeds):
-        reached: list[list[_Assignment]] = [[] for _ in before]
+        reached: dict[int, list[_Assignment]] = {}
         left = len(speeds) - 1 - stage
         final = not left
-        for place in [last] if final else range(1, last):
+        starts = list(best)
+
+        def least_later(place: int, left: int = max(1, left)) -> float:
+            """A lower bound of the slowest of the later stages."""
+            return (before[last] - before[place]) / fastest / left
+
+        first = bisect_left(range(last), True, key=lambda place: repeated * least_later(place) + whole <= bound)
+        for place in [last] if final else range(max(1, first), last):
             candidates: list[_Assignment] = []
-            remaining = (before[last] - before[place]) / fastest
-            least_slowest = remaining / max(1, left)  # lower bound for the later stages
-            after = remaining + cheapest * max(0, left - 1)
-            if repeated * least_slowest + whole > bound:
-                continue
+            least_slowest = least_later(place)
+            after = (before[last] - before[place]) / fastest + cheapest * max(0, left - 1)
             message = 0.0 if final else messages[place]
-            for start in range(place - 1, -1, -1):
+            for start in reversed(starts[: bisect_left(starts, place)]):
                 time = (before[place] - before[start]) / speed
                 if repeated * time + whole > bound:  # earlier starts take even longer
                     break
@@ -70,7 +74,10 @@ def shortest_pipeline(
                     least = slowest if slowest > least_slowest else least_slowest
                     if repeated * least + rest + after <= bound:
                         candidates.append((slowest, rest, place, assignment))
-            reached[place] = _unbeaten(candidates)
+            if candidates:
+                reached[place] = _unbeaten(candidates)
+            elif starts and repeated * (before[place] - before[starts[-1]]) / speed + whole > bound:
+                break  # later places are too far from every start
         best = reached
     winner: _Assignment | None = min(best[last], key=lambda one: repeated * one[0] + one[1])
     bounds = []
