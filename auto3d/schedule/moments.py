@@ -66,13 +66,18 @@ def highest_moments(shape: Shape, device: int) -> tuple[Moment, ...]:
     if not skipped:
         return _highest(listing, device)
     listing_before, _ = shape.first_periods(fewer=1)
-    before = _highest(listing_before, device)
     if not shape.grows:  # one period more holds no more
-        return tuple(map(_without_numbers, before))
+        return _repeated(without_recompute(listing_before), device)
+    before = _highest(listing_before, device)
     if any(_keys(listing, each) != _keys(listing_before, each) for each in range(shape.devices)):
         return _highest(shape.listing, device)
     pairs = zip(_highest(listing, device), before, strict=True)
     return tuple(_grown(one, earlier, skipped) for one, earlier in pairs)
+
+
+@lru_cache(2**14)
+def _repeated(listing: Listing, device: int) -> tuple[Moment, ...]:
+    return tuple(map(_without_numbers, _highest_of(listing, device)))
 
 
 def _without_numbers(moment: Moment) -> Moment:

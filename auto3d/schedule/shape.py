@@ -105,7 +105,8 @@ def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str
     """Counts the first periods; in each later one, the numbers in flight grow by the same amount."""
     options_of = dict(options)
     sync, recompute = options_of.get("sync"), options_of.get("recompute")
-    if sync in SYNC[1:] or recompute in RECOMPUTE[1:]:  # no operation that is counted depends on them
+    by_rule = name in SCHEDULES and not SCHEDULES[name].explicit
+    if by_rule and (sync in SYNC[1:] or recompute in RECOMPUTE[1:]):  # no operation that is counted depends on them
         counted = tuple((option, value) for option, value in options if option not in ("sync", "recompute"))
         plain = _shape(name, devices, micro_batches, counted)
         again = plain.recompute if recompute is None else recomputing(name, plain.stages, str(recompute))
@@ -139,9 +140,11 @@ def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str
 def without_recompute(listing: Listing) -> Listing:
     """A listing with the same operations, and the same for all values of the option to recompute.
 
-    Where that is an option, a recomputation is inside its backward.
+    Where that is an option of a schedule by rule, a recomputation is inside its backward.
     """
     name, devices, micro_batches, options = listing
+    if SCHEDULES[name].explicit:
+        return listing
     return name, devices, micro_batches, tuple(each for each in options if each[0] != "recompute")
 
 
