@@ -78,8 +78,13 @@ def cheapest_cuts(
     for part in earliest:
         row, reached = [0] * size, [float("inf")] * size
         window: deque[int] = deque()
-        enter = 0
-        for place in range(size):
+        ends = [place for place, total in enumerate(best) if total < float("inf")]  # where the parts so far may end
+        if not ends:
+            return None
+        enter = ends[0]
+        for place in range(enter + 1, size):
+            if before[place] - before[ends[-1]] > limit:
+                break
             while before[enter] < before[place]:
                 while window and best[window[-1]] >= best[enter]:
                     window.pop()

@@ -54,7 +54,8 @@ class StageProblem(Protocol):
     @property
     def earliest(self) -> tuple[tuple[int, ...], ...] | None:
         """The memory limit. ``earliest[stage][last]`` is the number of the first cut at which ``stage`` may begin if it
-        ends at cut ``last`` and has to fit its devices; None: every stage fits."""
+        ends at cut ``last`` and has to fit its devices; None: every stage fits. Where no partition that fits has such a
+        stage, it is any number with which a row never falls and no column rises."""
         ...
 
     @property

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import chain
 
-from auto3d.schedule.operation import Kind, Operation
+from auto3d.schedule.operation import Kind, Operation, singles
 
 
 def alternate(
@@ -18,6 +18,6 @@ def alternate(
     return (*forwards[:ahead], *chain(*steady, *backwards[len(steady) :]))
 
 
-def of_stage(kind: Kind, stage: int, micro_batches: int) -> list[Operation]:
+def of_stage(kind: Kind, stage: int, micro_batches: int) -> Sequence[Operation]:
     """The operations of one kind on ``stage``: one per micro-batch, in order."""
-    return [Operation(kind, stage, (m,)) for m in range(micro_batches)]
+    return singles(kind, stage, micro_batches)[:micro_batches]

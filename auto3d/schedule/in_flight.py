@@ -31,8 +31,12 @@ def in_flight(schedule: Schedule) -> list[int]:
     """Per stage, the peak number of micro-batches, or of parts of them, in flight on one pipe."""
     most = [0] * schedule.stages
     held = dict.fromkeys(schedule.device_of, 0)
+    change_of = _CHANGE.get
     for operation in chain.from_iterable(schedule.operations):
-        pipe_stage = operation.stage, operation.pipe
-        held[pipe_stage] += _CHANGE.get(operation.kind, 0) * len(operation.micro_batches)
-        most[operation.stage] = max(most[operation.stage], held[pipe_stage])
+        if change := change_of(operation.kind):
+            stage = operation.stage
+            pipe_stage = stage, operation.pipe
+            held[pipe_stage] = now = held[pipe_stage] + change * len(operation.micro_batches)
+            if now > most[stage]:
+                most[stage] = now
     return most

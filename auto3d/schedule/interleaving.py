@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from auto3d.errors import InputError
-from auto3d.schedule.operation import Kind, Operation, Schedule
+from auto3d.schedule.operation import Kind, Operation, Schedule, singles
 
 
 def check_group(family: str, devices: int, micro_batches: int, group: int) -> int:
@@ -30,11 +30,11 @@ def passes(kind: Kind, home: int, devices: int, micro_batches: int, chunks: int,
     ``without_surplus`` leaves them out.
     """
     stages = range(home, devices * chunks, devices)
-    ordered = []
+    ordered: list[Operation] = []
     for first in range(0, micro_batches, group):
         size = min(group, max(devices, micro_batches - first))
         for stage in stages if kind is Kind.FORWARD else reversed(stages):
-            ordered += [Operation(kind, stage, (first + member,)) for member in range(size)]
+            ordered += singles(kind, stage, first + size)[first : first + size]
     return ordered
 
 

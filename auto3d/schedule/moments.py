@@ -6,17 +6,17 @@ that come from the receiver itself count as a proof. So this takes a search a fr
 """
 
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 
-from auto3d.schedule.advance import advance_devices
 from auto3d.schedule.lowering import SENT_AT_MOST
 from auto3d.schedule.operation import Kind, Operation, Schedule
-from auto3d.schedule.shape import Listing, Shape, listed
+from auto3d.schedule.shape import Listing, Shape, listed, without_recompute
 
 COUNTS = (
     "in_flight",  # micro-batches, or parts of them, from the forward until the backward, or until its input half
@@ -66,13 +66,18 @@ def highest_moments(shape: Shape, device: int) -> tuple[Moment, ...]:
     if not skipped:
         return _highest(listing, device)
     listing_before, _ = shape.first_periods(fewer=1)
-    before = _highest(listing_before, device)
     if not shape.grows:  # one period more holds no more
-        return tuple(map(_without_numbers, before))
+        return _repeated(without_recompute(listing_before), device)
+    before = _highest(listing_before, device)
     if any(_keys(listing, each) != _keys(listing_before, each) for each in range(shape.devices)):
         return _highest(shape.listing, device)
     pairs = zip(_highest(listing, device), before, strict=True)
     return tuple(_grown(one, earlier, skipped) for one, earlier in pairs)
+
+
+@lru_cache(2**14)
+def _repeated(listing: Listing, device: int) -> tuple[Moment, ...]:
+    return tuple(map(_without_numbers, _highest_of(listing, device)))
 
 
 def _without_numbers(moment: Moment) -> Moment:
@@ -87,50 +92,64 @@ def _grown(moment: Moment, before: Moment, times: int) -> Moment:
     return replace(_without_numbers(moment), counts=counts)
 
 
-@lru_cache(2**14)  # listings are few: shapes of many micro-batches have the same first ones
 def _highest(listing: Listing, device: int) -> tuple[Moment, ...]:
-    return _not_exceeded(_moments(listed(listing), device, _messages(listing).changes(device)))
+    return _highest_of(without_recompute(listing), device)
+
+
+@lru_cache(2**14)  # listings are few: shapes of many micro-batches have the same first ones
+def _highest_of(listing: Listing, device: int) -> tuple[Moment, ...]:
+    return _not_exceeded(_counted(listed(listing), device, _messages(listing).changes(device)))
 
 
 def _keys(listing: Listing, device: int) -> list[Key]:
     return [one.key for one in _highest(listing, device)]
 
 
-@lru_cache(4)  # a few: those of a schedule of many micro-batches take megabytes
+@lru_cache(8)  # a few: those of a schedule of many micro-batches take megabytes
 def _messages(listing: Listing) -> "_Messages":
     return _Messages(listed(listing))
 
 
-def _not_exceeded(moments: Iterable[Moment]) -> tuple[Moment, ...]:
-    groups: dict[Key, dict[tuple[int, ...], Moment]] = {}
-    for moment in moments:
-        groups.setdefault(moment.key, {}).setdefault(moment.counts, moment)
+_Counted = tuple[Operation, bool, bool, bool, tuple[int, ...]]
+"""The fields of a Moment: most of those that are counted are not the highest."""
+
+
+def _not_exceeded(moments: Iterable[_Counted]) -> tuple[Moment, ...]:
+    groups: defaultdict[Key, dict[tuple[int, ...], Operation]] = defaultdict(dict)
+    for operation, recomputed, makes_gradients, summing, counts in moments:
+        group = groups[operation.kind, operation.stage, recomputed, makes_gradients, summing]
+        if counts not in group:
+            group[counts] = operation
     kept: list[Moment] = []
     for key in sorted(groups):
-        every = sorted(groups[key], reverse=True)  # a moment comes after those that exceed it
+        group = groups[key]
+        every = sorted(group, reverse=True)  # a moment comes after those that exceed it
         table, places, highest = np.array(every), np.arange(len(every)), list[int]()
         while len(places):
             highest.append(int(places[0]))
             places = places[(table[places] > table[places[0]]).any(axis=1)]
-        kept += [groups[key][every[place]] for place in reversed(highest)]
+        kept += [Moment(group[every[place]], *key[2:], every[place]) for place in reversed(highest)]
     return tuple(kept)
 
 
 def all_moments(schedule: Schedule) -> list[list[Moment]]:
     """Per device, one moment for each of its operations, in order."""
     messages = _Messages(schedule)
-    return [list(_moments(schedule, device, messages.changes(device))) for device in range(schedule.devices)]
+    return [
+        [Moment(*counted) for counted in _counted(schedule, device, messages.changes(device))]
+        for device in range(schedule.devices)
+    ]
 
 
 Change = tuple[int, int, int]
 """(stage, place of a count, change of it)."""
 
 
-def _moments(
+def _counted(
     schedule: Schedule, device: int, changes: Sequence[tuple[Sequence[Change], Sequence[Change]]]
-) -> Iterator[Moment]:
+) -> Iterator[_Counted]:
     """The moments of ``device``; ``changes`` has what messages change before and after each of its operations."""
-    operations, stages = schedule.operations[device], stages_of(schedule, device)
+    operations, stages, slices = schedule.operations[device], stages_of(schedule, device), schedule.slices
     first = {stage: len(COUNTS) * number for number, stage in enumerate(stages)}
     held = [0] * (len(COUNTS) * len(stages))
     early: set[tuple[int, int, int]] = set()  # (stage, pipe, micro-batch) recomputed by an R before the backward
@@ -155,10 +174,10 @@ def _moments(
             early.update((stage, operation.pipe, m) for m in operation.micro_batches)
         elif kind is Kind.SYNC:
             summing = True
-        begun, ended = _slice_gradients(operation, schedule.slices)
+        begun, ended = _slice_gradients(operation, slices) if slices > 1 else (0, 0)
         held[here + _SLICE_GRADIENTS] += begun
         makes = kind in _MAKES_GRADIENTS and not held[here + _GRADIENTS]
-        yield Moment(operation, recomputed, makes, summing, tuple(held))
+        yield operation, recomputed, makes, summing, tuple(held)
         if makes:
             held[here + _GRADIENTS] = 1
         if kind in _WITH_GRADIENT:
@@ -178,96 +197,127 @@ def _slice_gradients(operation: Operation, slices: int) -> tuple[int, int]:
     The backward of the last slice makes the gradient of all keys as one tensor. That of the slice before it adds its
     own to parts of that tensor, which is then free, and makes a tensor for each earlier slice.
     """
-    if slices == 1 or operation.kind not in _WITH_GRADIENT:
+    if operation.kind not in _WITH_GRADIENT:
         return 0, 0
     later = slices - 1 - operation.micro_batches[0] % slices
     return (slices, 0) if later == 0 else (0, -2 if later == 1 else -1)
 
 
+_Route = tuple[int, int, int]
+"""What an operation receives and sends, as the number of the message of micro-batch 0, or -1; units of its time."""
+
+
 class _Messages:
-    """The messages between neighbouring stages: when each is posted, received, sent and released."""
+    """The messages between neighbouring stages: when each is posted, received, sent and released.
+
+    Messages have numbers: those of one direction, target stage and pipe follow each other by micro-batch.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._sender: dict[tuple[bool, int, int, int], tuple[int, int]] = {}
-        """(whether it has gradients, target stage, micro-batch, pipe) -> device and step that send it."""
-        self._sent: list[list[list[tuple[bool, int, int, int]]]] = [[] for _ in schedule.operations]
-        self._received: list[list[list[tuple[bool, int, int, int]]]] = [[] for _ in schedule.operations]
-        ends = [0] * schedule.devices
-        ended_at: dict[tuple[bool, int, int, int], int] = {}
-        walked: list[tuple[int, int]] = []  # (end, device) of each step, in units of a forward
-        last = schedule.stages - 1
+        self._last = schedule.stages - 1
+        self._pipes = 1 + max(pipe for _, pipe in schedule.device_of)
+        every = chain.from_iterable(schedule.operations)
+        self._numbers = 1 + max((m for operation in every for m in operation.micro_batches), default=0)
+        self._routes: dict[tuple[Kind, int, int], _Route] = {}
+        count = 2 * schedule.stages * self._pipes * self._numbers
+        self._sender: list[tuple[int, int]] = [(-1, -1)] * count  # device and step that send each message
+        devices = range(schedule.devices)
+        rows = [[(*self._route(o), o.micro_batches) for o in operations] for operations in schedule.operations]
+        totals, steps, ends, ended_at = list(map(len, rows)), [0] * len(rows), [0] * len(rows), [-1] * count
+        walked: list[int] = []  # device of each step
+        walked_until: list[int] = []  # its end, in units of a forward
+        moved = True
+        while moved:  # each device goes on while it can, in turns
+            moved = False
+            for device in devices:
+                row, step, total, clock = rows[device], steps[device], totals[device], ends[device]
+                begun = step
+                while step < total:
+                    receives, sends, units, numbers = row[step]
+                    begin = clock
+                    if receives >= 0:
+                        end = 0
+                        for m in numbers:
+                            end = ended_at[receives + m]
+                            if end < 0:
+                                break
+                            if end > begin:
+                                begin = end
+                        if end < 0:
+                            break
+                    clock = begin + units * len(numbers)
+                    if sends >= 0:
+                        for m in numbers:
+                            ended_at[sends + m] = clock
+                            self._sender[sends + m] = device, step
+                    walked.append(device)
+                    walked_until.append(clock)
+                    step += 1
+                if step > begun:
+                    moved = True
+                    steps[device], ends[device] = step, clock
+        place_of = np.empty(len(walked), dtype=int)
+        place_of[np.argsort(walked_until, kind="stable")] = np.arange(len(walked))
+        # Per device, the places of its steps in one common order.
+        self._places: list[list[int]] = [place_of[np.array(walked, dtype=int) == device].tolist() for device in devices]
 
-        def run_next(device: int, index: int) -> bool:
-            operation = schedule.operations[device][index]
-            kind, stage, pipe, numbers = operation.kind, operation.stage, operation.pipe, operation.micro_batches
-            received: list[tuple[bool, int, int, int]] = []
-            sent: list[tuple[bool, int, int, int]] = []
+    def _route(self, operation: Operation) -> _Route:
+        kind, stage, pipe = key = operation.kind, operation.stage, operation.pipe
+        if key not in self._routes:
+            receives = sends = -1
             if kind is Kind.FORWARD:
-                received = [(False, stage, m, pipe) for m in numbers] if stage else []
-                sent = [(False, stage + 1, m, pipe) for m in numbers] if stage < last else []
+                receives = self._first(0, stage, pipe) if stage else -1
+                sends = self._first(0, stage + 1, pipe) if stage < self._last else -1
             elif kind in _WITH_GRADIENT:
-                received = [(True, stage, m, pipe) for m in numbers] if stage < last else []
-                sent = [(True, stage - 1, m, pipe) for m in numbers] if stage else []
-            begin = ends[device]
-            for message in received:
-                if message not in ended_at:
-                    return False
-                begin = max(begin, ended_at[message])
-            ends[device] = begin + (2 if kind is Kind.BACKWARD else 1) * len(numbers)
-            walked.append((ends[device], device))
-            for message in sent:
-                ended_at[message] = ends[device]
-                self._sender[message] = device, index
-            self._sent[device].append(sent)
-            self._received[device].append(received)
-            return True
+                receives = self._first(1, stage, pipe) if stage < self._last else -1
+                sends = self._first(1, stage - 1, pipe) if stage else -1
+            self._routes[key] = receives, sends, 2 if kind is Kind.BACKWARD else 1
+        return self._routes[key]
 
-        totals = [len(operations) for operations in schedule.operations]
-        advance_devices([0] * schedule.devices, totals, run_next)
-        self._places: list[list[int]] = [[] for _ in range(schedule.devices)]  # steps in one common order
-        for place, number in enumerate(sorted(range(len(walked)), key=lambda number: walked[number][0])):
-            self._places[walked[number][1]].append(place)
+    def _first(self, gradients: int, target: int, pipe: int) -> int:
+        """The number of the message of micro-batch 0."""
+        return ((gradients * (self._last + 1) + target) * self._pipes + pipe) * self._numbers
 
-    def changes(self, device: int) -> list[tuple[list[Change], list[Change]]]:
+    def changes(self, device: int) -> list[tuple[Sequence[Change], Sequence[Change]]]:
         """What messages change before and after each operation of ``device``."""
-        schedule, places = self._schedule, self._places
-        count = len(schedule.operations[device])
-        found: list[tuple[list[Change], list[Change]]] = [([], []) for _ in range(count)]
-        for step, messages in enumerate(self._received[device]):
-            for message in messages:
-                gradients, stage, _, _ = message
-                source, sending = self._sender[message]
-                if source == device:  # a local message is held until it is used
-                    found[step][0].append((stage + 1 if gradients else stage - 1, _SENT + gradients, -1))
-                    continue
-                posted = bisect_left(places[device], places[source][sending])
-                if posted < step:
-                    found[posted][0].append((stage, _POSTED + gradients, 1))
-                    found[step][0].append((stage, _POSTED + gradients, -1))
+        schedule, places, senders = self._schedule, self._places, self._sender
+        operations, mine = schedule.operations[device], places[device]
+        before: list[list[Change]] = [[] for _ in operations]
+        after: list[list[Change]] = [[] for _ in operations]
         proved = [0] * schedule.devices  # steps of each peer that have surely ended
-        unreleased: dict[int, deque[tuple[int, int, bool]]] = {}  # peer -> (its step, stage, gradients) of messages
-        for step in range(count):
-            for message in self._received[device][step]:
-                source, sending = self._sender[message]
-                proved[source] = max(proved[source], sending + 1)
-            sending_now = []
-            for message in self._sent[device][step]:
-                gradients, stage, _, pipe = message
-                here = stage + 1 if gradients else stage - 1
-                found[step][1].append((here, _SENT + gradients, 1))
-                peer = schedule.device_of[stage, pipe]
-                if peer != device:
-                    posted = bisect_left(places[peer], places[device][step])
-                    sending_now.append((peer, posted, here, gradients))
-            for peer, kept in unreleased.items():
-                added = sum(one[0] == peer for one in sending_now)
-                while kept and (kept[0][0] < proved[peer] or len(kept) + added > SENT_AT_MOST):
-                    _, here, gradients = kept.popleft()
-                    found[step][0].append((here, _SENT + gradients, -1))
-            for peer, posted, here, gradients in sending_now:
-                unreleased.setdefault(peer, deque()).append((posted, here, gradients))
-        return found
+        unreleased: dict[int, deque[tuple[int, int, int]]] = {}  # peer -> (its step, stage, gradients) of messages
+        for step, operation in enumerate(operations):
+            receives, sends, _ = self._routes[operation.kind, operation.stage, operation.pipe]
+            stage, numbers = operation.stage, operation.micro_batches
+            gradients = int(operation.kind is not Kind.FORWARD)
+            if receives >= 0:
+                for m in numbers:
+                    source, sending = senders[receives + m]
+                    if sending >= proved[source]:
+                        proved[source] = sending + 1
+                    if source == device:  # a local message is held until it is used
+                        before[step].append((stage + 1 if gradients else stage - 1, _SENT + gradients, -1))
+                        continue
+                    posted = bisect_left(mine, places[source][sending])
+                    if posted < step:
+                        before[posted].append((stage, _POSTED + gradients, 1))
+                        before[step].append((stage, _POSTED + gradients, -1))
+            peer, added = -1, 0
+            if sends >= 0:
+                target = stage - 1 if gradients else stage + 1
+                peer = schedule.device_of[target, operation.pipe]
+                after[step] += [(stage, _SENT + gradients, 1)] * len(numbers)
+                added = len(numbers) if peer != device else 0
+            for other, kept in unreleased.items():
+                most = SENT_AT_MOST - (added if other == peer else 0)
+                while kept and (kept[0][0] < proved[other] or len(kept) > most):
+                    _, here, of_gradients = kept.popleft()
+                    before[step].append((here, _SENT + of_gradients, -1))
+            if added:
+                posted = bisect_left(places[peer], mine[step])
+                unreleased.setdefault(peer, deque()).extend([(posted, stage, gradients)] * added)
+        return list(zip(before, after, strict=True))
 
 
 def _older_versions(schedule: Schedule, device: int) -> dict[int, list[int]]:

@@ -5,8 +5,10 @@ on stage 2 of pipe 1; ``S@1`` starts the gradient sync of stage 1; ``U@1`` updat
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 from auto3d.errors import InputError
@@ -36,6 +38,21 @@ class Operation(NamedTuple):
     def __str__(self) -> str:
         pipe = f":{self.pipe}" if self.pipe else ""
         return f"{self.kind}{'+'.join(map(str, self.micro_batches))}@{self.stage}{pipe}"
+
+
+def singles(kind: Kind, stage: int, micro_batches: int, pipe: int = 0) -> Sequence[Operation]:
+    """The operations on the micro-batches 0, 1, …, one on each: at least ``micro_batches`` of them.
+
+    They are made once for all schedules.
+    """
+    known = _singles(kind, stage, pipe)
+    known += [Operation(kind, stage, (m,), pipe) for m in range(len(known), micro_batches)]
+    return known
+
+
+@lru_cache(2**10)
+def _singles(kind: Kind, stage: int, pipe: int) -> list[Operation]:
+    return []
 
 
 _TEXT = re.compile(r"([FRBIWSU])((?:\d+(?:\+\d+)*)?)@(\d+)(?::(\d+))?")

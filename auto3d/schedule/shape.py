@@ -4,13 +4,14 @@ A search reads them of many more plans than it simulates.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from auto3d.plan import Plan
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.in_flight import in_flight
 from auto3d.schedule.operation import Kind, Schedule
+from auto3d.schedule.options import RECOMPUTE, SYNC, recomputing
 
 PERIODS = 2  # every periodic schedule repeats itself after this many periods
 
@@ -103,6 +104,13 @@ def _skipped(name: str, period: int, micro_batches: int) -> int:
 def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str, int | str], ...]) -> Shape:
     """Counts the first periods; in each later one, the numbers in flight grow by the same amount."""
     options_of = dict(options)
+    sync, recompute = options_of.get("sync"), options_of.get("recompute")
+    by_rule = name in SCHEDULES and not SCHEDULES[name].explicit
+    if by_rule and (sync in SYNC[1:] or recompute in RECOMPUTE[1:]):  # no operation that is counted depends on them
+        counted = tuple((option, value) for option, value in options if option not in ("sync", "recompute"))
+        plain = _shape(name, devices, micro_batches, counted)
+        again = plain.recompute if recompute is None else recomputing(name, plain.stages, str(recompute))
+        return replace(plain, options=options_of, recompute=again)
     period = _period(devices, options_of)
     skipped = _skipped(name, period, micro_batches)
     listed = build_schedule(name, devices=devices, micro_batches=micro_batches - skipped * period, **options_of)
@@ -127,6 +135,17 @@ def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str
         asynchronous=bool(listed.weight_version),
         split=frozenset(o.stage for operations in listed.operations for o in operations if o.kind is _WEIGHT_HALF),
     )
+
+
+def without_recompute(listing: Listing) -> Listing:
+    """A listing with the same operations, and the same for all values of the option to recompute.
+
+    Where that is an option of a schedule by rule, a recomputation is inside its backward.
+    """
+    name, devices, micro_batches, options = listing
+    if SCHEDULES[name].explicit:
+        return listing
+    return name, devices, micro_batches, tuple(each for each in options if each[0] != "recompute")
 
 
 @lru_cache(8)  # small, since a schedule of many micro-batches takes megabytes

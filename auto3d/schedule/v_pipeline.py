@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from auto3d.schedule.operation import Kind, Operation, Schedule
+from auto3d.schedule.operation import Kind, Operation, Schedule, singles
 from auto3d.schedule.weight_filling import fill_with_weights
 
 Step = tuple[Kind, int]  # kind and stage of an operation
@@ -26,7 +26,7 @@ def numbered_in_order(steps: Iterable[Step], micro_batches: int) -> tuple[Operat
         if kind is Kind.BACKWARD:
             counts[Kind.BACKWARD_WEIGHT, stage] += 1
         if micro_batch < micro_batches:
-            operations.append(Operation(kind, stage, (micro_batch,)))
+            operations.append(singles(kind, stage, micro_batches)[micro_batch])
     return tuple(operations)
 
 

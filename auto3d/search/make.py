@@ -119,6 +119,20 @@ class PlanMaker:
             seed=self.workload.seed,
         )
 
+    def check_depth(self, candidate: Candidate) -> None:
+        """Raise PlanError if the model has fewer subgraphs than ``candidate`` has pipeline devices, with a stage each.
+
+        It takes no schedule, whose list of operations is long where there are many devices.
+        """
+        if "scale" in parse_schedule(candidate.schedule)[1]:  # a part of a micro-batch has a Graph of its own
+            return
+        self._fingerprint(candidate.micro_batch_size)
+        subgraphs = len(self.planned.cuts(candidate.micro_batch_size)) - 1
+        if candidate.pp > subgraphs:
+            raise PlanError(
+                f"{candidate.pp} stages or more, but the model has {subgraphs} subgraphs; each stage needs one"
+            )
+
     def check(self, plan: Plan) -> None:
         """Raise InputError if a device lacks the memory for ``plan``, or if it is impossible for another reason."""
         if missing := self._shortage(plan):
@@ -151,7 +165,10 @@ class PlanMaker:
             if excess[device] > 1:
                 needed = {n: self.model.stage_memory(plan, n, plan.stages[n])[device] for n in stages_of(shape, device)}
                 largest = max(needed, key=needed.__getitem__)
-                excluded.append((largest, *plan.stages[largest].operations[0]))
+                run = largest, *plan.stages[largest].operations[0]
+                if run in excluded:  # nothing smaller is possible
+                    break
+                excluded.append(run)
             else:
                 memory = [_TIGHTER * has for has in memory]
         return fastest

@@ -1,5 +1,6 @@
 """The problem of a partition method in a search: the stages of a candidate, at the costs of the cost model."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,26 +73,44 @@ class CandidateProblem:
     def earliest(self) -> tuple[tuple[int, ...], ...] | None:
         if self.limits is None:
             return None
-        return tuple(self._earliest(number, self.limits) for number in range(self.stages))
+        lowest = [len(self.cuts) - 1]  # the first cut from which the last stages reach the end: none of them, one, …
+        for number in reversed(range(self.stages)):
+            lowest.append(self._first_start(number, lowest[-1], self.limits))
+        found, highest = [], 0
+        for number in range(self.stages):
+            starts, highest = self._starts(
+                number, (lowest[self.stages - number], highest), lowest[self.stages - number - 1], self.limits
+            )
+            found.append(starts)
+        return tuple(found)
 
-    def _earliest(self, number: int, limits: Sequence[float]) -> tuple[int, ...]:
-        """For each cut, the first cut at which stage ``number`` may begin if it ends there.
+    def _first_start(self, number: int, end: int, limits: Sequence[float]) -> int:
+        """The first cut at which stage ``number`` may begin if it ends at cut ``end``."""
+        return bisect_left(range(end), True, key=lambda start: self._fits(number, start, end, limits))
 
-        A stage that does not fit does not fit with more operations either, so a window moves over the cuts.
+    def _starts(
+        self, number: int, between: tuple[int, int], end: int, limits: Sequence[float]
+    ) -> tuple[tuple[int, ...], int]:
+        """For each cut, the first cut at which stage ``number`` may begin if it ends there; and the last of its ends.
+
+        Only stages that begin ``between`` two cuts and end at cut ``end`` or later can be part of a partition: before
+        ``end``, the rest of the model does not fit the later stages. There the first cut is 0, and one behind all cuts
+        where the stage begins too late. A stage that does not fit does not fit with more operations either, so a window
+        moves over the cuts.
         """
-        excluded = [(first, last) for stage, first, last in self.excluded if stage == number]
-        starts, start = [0], 0
-        for end in range(1, len(self.cuts)):
-            while start < end and not self._fits(number, start, end, limits, excluded):
+        (start, latest), size = between, len(self.cuts)
+        starts = [0] * end
+        for last in range(end, size):
+            while start < last and not self._fits(number, start, last, limits):
                 start += 1
+            if start > latest:
+                break
             starts.append(start)
-        return tuple(starts)
+        return (*starts, *[size] * (size - len(starts))), len(starts) - 1
 
-    def _fits(
-        self, number: int, start: int, end: int, limits: Sequence[float], excluded: Sequence[tuple[int, int]]
-    ) -> bool:
+    def _fits(self, number: int, start: int, end: int, limits: Sequence[float]) -> bool:
         first, last = self.cuts[start], self.cuts[end]
-        if any(first <= inner and outer <= last for inner, outer in excluded):
+        if any(stage == number and first <= inner and outer <= last for stage, inner, outer in self.excluded):
             return False
         stage = self.keep(number, StagePlan(operations=((first, last),)), self.cuts[start:end])
         needed = self.model.stage_memory(self.plan, number, stage)

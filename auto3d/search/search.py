@@ -142,6 +142,7 @@ class Search:
             self.looked_at += 1
             self._seen[degrees_of(candidate)] += 1
             try:
+                self.maker.check_depth(candidate)
                 self._check_may_fit(candidate)
                 if (alike := self._placed_alike(candidate)) is not None:
                     self._follow(candidate, alike)

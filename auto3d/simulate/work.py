@@ -124,13 +124,17 @@ def recomputed_inside(schedule: Schedule) -> dict[int, int]:
     """Number of a B or I -> number of the micro-batches that it recomputes inside itself, if there are any."""
     inside: dict[int, int] = {}
     recomputed: set[tuple[int, int]] = set()
+    again, backward, backward_input = Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT
     for number, operation in enumerate(numbered(schedule) if schedule.recompute else ()):
-        if operation.stage in schedule.recompute:
-            keys = {(operation.stage, micro_batch) for micro_batch in operation.micro_batches}
-            if operation.kind is Kind.RECOMPUTE:
-                recomputed |= keys
-            elif operation.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and keys - recomputed:
-                inside[number] = len(keys - recomputed)
+        kind = operation.kind
+        if kind is again and operation.stage in schedule.recompute:
+            recomputed.update((operation.stage, micro_batch) for micro_batch in operation.micro_batches)
+        elif (kind is backward or kind is backward_input) and operation.stage in schedule.recompute:
+            count = len(operation.micro_batches)
+            if recomputed:
+                count -= sum((operation.stage, micro_batch) in recomputed for micro_batch in operation.micro_batches)
+            if count:
+                inside[number] = count
     return inside
 
 

@@ -5,7 +5,7 @@ import pytest
 from auto3d.capture.graph import Value
 from auto3d.errors import InputError
 from auto3d.partition.stage import Transfer
-from auto3d.schedule import build_schedule
+from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.in_flight import in_flight
 from auto3d.schedule.lowering import lower
 from auto3d.schedule.moments import COUNTS, all_moments, highest_moments
@@ -59,6 +59,21 @@ def assert_shape(predicted: Shape, listed: Schedule) -> None:
 
 
 @pytest.mark.parametrize("name", BY_RULE)
+def test_the_option_to_recompute_changes_no_operation(name):
+    """So what a device holds is counted once for both."""
+    if "recompute" not in SCHEDULES[name].options:
+        return
+    for options in ({}, OPTIONS.get(name, {}), {"sync": "eager-opt"}):
+        sizes = {"devices": 4, "micro_batches": 8}
+        keeping, recomputing = (shape(name, **sizes, options=options | more) for more in ({}, {"recompute": "full"}))
+        assert_shape(recomputing, build_schedule(name, **sizes, **options, recompute="full"))
+        assert recomputing.schedule().operations == keeping.schedule().operations
+        for device in range(4):
+            pairs = zip(highest_moments(keeping, device), highest_moments(recomputing, device), strict=True)
+            assert all(one is other for one, other in pairs)
+
+
+@pytest.mark.parametrize("name", BY_RULE)
 def test_messages_are_held_as_lowering_holds_them(name):
     for devices, micro_batches in ((2, 4), (4, 8)):
         messages_are_held_as_lowering_holds_them(build_schedule(name, devices=devices, micro_batches=micro_batches))
@@ -67,7 +82,7 @@ def test_messages_are_held_as_lowering_holds_them(name):
 @pytest.mark.parametrize("name", BY_RULE)
 @pytest.mark.parametrize(("devices", "most"), [(1, 10), (2, 19), (4, 17), *soak((3, 28), (4, 37), (6, 55))])
 def test_a_shape_is_that_of_the_schedule(name, devices, most):
-    for options in ({}, OPTIONS.get(name, {})):
+    for options in ({}, OPTIONS.get(name, {}), {"sync": "eager-opt"}):
         for micro_batches in range(1, most + 1):
             sizes = {"devices": devices, "micro_batches": micro_batches}
             try:

@@ -1,5 +1,6 @@
 """Autopipe in searches: the fastest stages that fit the memory of the devices, against brute force over all cuts."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -9,8 +10,10 @@ import pytest
 from auto3d.cluster import Accelerator, Cluster, Node
 from auto3d.errors import InputError
 from auto3d.partition.methods import STAGE_METHODS
-from auto3d.plan import Plan, stages_between
+from auto3d.plan import Plan, StagePlan, stages_between
+from auto3d.schedule.shape import shape_of
 from auto3d.search.make import PlanMaker, shortage_of
+from auto3d.search.problem import CandidateProblem
 from auto3d.search.space import Candidate
 from tests.search.cases import random_case
 from tests.soak import soak
@@ -93,6 +96,32 @@ def test_devices_with_several_stages_get_stages_that_fit(schedule):
         best = min(slowest_s(maker, one) for one in possible)
         assert best <= slowest_s(maker, plan) * (1 + 1e-9) <= 1.3 * best
     assert found >= 0.8 * fitting > 2
+
+
+def test_only_stages_that_can_be_part_of_a_partition_are_estimated(monkeypatch):
+    """Of two stages, one begins with the model and one ends with it, so there are two for each cut."""
+    domain, maker = random_case(8, pp=[2], schedule=["1f1b"], recompute=["none"])
+    plan, cuts, estimated = maker.unlimited(domain.degrees[0]), maker.planned.cuts(1), Counter[StagePlan]()
+    estimate = maker.model.stage_memory
+
+    def counted(plan: Plan, number: int, stage: StagePlan) -> dict[int, float]:
+        estimated[stage] += 1
+        return estimate(plan, number, stage)
+
+    monkeypatch.setattr(maker.model, "stage_memory", counted)
+    for fraction in (0.6, 0.8, 1.0):
+        estimated.clear()
+        limits = [fraction * size for size in maker.model.memory(plan)]
+        problem = CandidateProblem(
+            planned=maker.planned,
+            model=maker.model,
+            plan=plan,
+            shape=shape_of(plan),
+            samples=plan.micro_batch_size,
+            limits=limits,
+        )
+        assert problem.earliest is not None
+        assert 0 < estimated.total() < len(cuts) + 2 * len(cuts).bit_length()
 
 
 def test_a_smaller_count_of_the_makers_own_is_respected():

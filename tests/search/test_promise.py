@@ -8,8 +8,10 @@ from math import inf
 import pytest
 
 from auto3d.cluster import Cluster
+from auto3d.cost.layers import work_of_layers
 from auto3d.errors import InputError
 from auto3d.plan import Plan
+from auto3d.schedule import shape as schedule_shape
 from auto3d.search.algorithms.annealing import annealing
 from auto3d.search.algorithms.exhaustive import exhaustive
 from auto3d.search.algorithms.random_search import random_search
@@ -111,6 +113,27 @@ def test_degrees_that_need_another_number_of_devices_are_no_part_of_a_space():
     nothing = Domain(SearchSpace(dp=[devices], tp=[2], pp=[2]), domain.cluster, domain.workload)
     assert not nothing.degrees
     assert nothing.refused.foremost.reason == f"needs {4 * devices} devices; the cluster has {devices}"
+
+
+def test_more_devices_than_subgraphs_list_no_schedule(monkeypatch):
+    """The operations of so many devices would be the longest of a search."""
+    domain, maker = random_case(2, pp="auto", schedule=["chimera", "interleaved-1f1b"])
+    built: list[int] = []
+    build = schedule_shape.build_schedule
+    monkeypatch.setattr(
+        schedule_shape,
+        "build_schedule",
+        lambda name, **sizes: (built.append(sizes["devices"]), build(name, **sizes))[1],
+    )
+    schedule_shape._shape.cache_clear()
+    deepest = max(one.pp for one in domain.degrees)
+    layers = maker.planned.layers[: deepest - 1]
+    maker.planned = replace(
+        maker.planned, layers=layers, layer_work=lambda samples, tp: work_of_layers(layers, samples, tp)
+    )
+    search = searched(exhaustive, (domain, maker))
+    assert max(built) < deepest
+    assert any("each stage needs one" in one.reason for one in search.refused())
 
 
 def test_placements_with_equal_nodes_cost_one_estimate(monkeypatch):

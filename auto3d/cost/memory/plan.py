@@ -150,6 +150,7 @@ class PlanMemory:
         self._known_segments: dict[tuple[int, Share], Segments] = {}
         # The plans of a search have many devices and stages in common.
         self._peaks = lru_cache(_KEPT // 4)(lambda *key: list[float]())
+        self._alone = lru_cache(_KEPT // 4)(lambda *key: dict[StagePlan, dict[int, float]]())
         self._weights = lru_cache(_KEPT)(self._make_weights)
         self._stage = lru_cache(_KEPT)(self._make_stage)
         self._runs = lru_cache(_KEPT)(self._make_runs)
@@ -167,8 +168,7 @@ class PlanMemory:
     def one_by_one(self, plan: Plan) -> Iterator[float]:
         """Those of ``of``, each when it is asked for."""
         shape = shape_of(plan)
-        degrees = self._samples(plan), share_of(plan), shares_of(plan), plan.dp, plan.shard_optimizer
-        known = self._peaks(shape, plan.stages, *degrees)
+        known = self._peaks(shape, plan.stages, *self._degrees(plan))
         for device in range(shape.devices):
             if device == len(known):
                 known.append(self.of_device(plan, device))
@@ -230,10 +230,13 @@ class PlanMemory:
         A device with one stage needs exactly these bytes. A device with several needs at most the sum of theirs.
         """
         shape = shape_of(plan)
-        return {
-            device: float(self._device(plan, shape, device, {number: stage}).totals(_highest(shape, device)).max())
-            for device in dict.fromkeys(shape.homes[number])
-        }
+        known = self._alone(shape, number, *self._degrees(plan))
+        if stage not in known:
+            known[stage] = {
+                device: float(self._device(plan, shape, device, {number: stage}).totals(_highest(shape, device)).max())
+                for device in dict.fromkeys(shape.homes[number])
+            }
+        return known[stage]
 
     def beside_activations(self, plan: Plan) -> tuple[float, ...]:
         """Per pipeline device, the peak of the bytes that are no activations: what ``of`` counts, at the operation
@@ -430,6 +433,10 @@ class PlanMemory:
         if (samples, share) not in self._known_segments:
             self._known_segments[samples, share] = Segments(self._work.tables(samples, share).work.tensors)
         return self._known_segments[samples, share]
+
+    def _degrees(self, plan: Plan) -> tuple:
+        """What decides the memory of stages of ``plan`` beside the stages and its shape."""
+        return self._samples(plan), share_of(plan), shares_of(plan), plan.dp, plan.shard_optimizer
 
     def _samples(self, plan: Plan) -> int:
         return plan.micro_batch_size // shape_of(plan).sample_parts

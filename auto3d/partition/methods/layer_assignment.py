@@ -5,22 +5,20 @@ between neighbouring stages. AMP's algorithm tries every possible value of the m
 of stages and each position, the assignments that no other beats in both the maximum and the rest. Both are exact.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any
 
 from auto3d.partition.contiguous import cheapest_cuts, smallest_maximum
 from auto3d.partition.problem import StageProblem
 from auto3d.partition.stage import check_enough
 from auto3d.plan import StagePlan, stages_between
 
-
-class _Assignment(NamedTuple):
-    slowest: float
-    rest: float  # sum of stage times and message times so far
-    place: int
-    previous: "_Assignment | None"
+_Assignment = tuple[float, float, int, Any]
+"""The slowest stage time, the sum of stage times and message times so far, the place, and the assignment before."""
 
 
 def choose_stages(problem: StageProblem) -> tuple[StagePlan, ...]:
@@ -41,43 +39,51 @@ def shortest_pipeline(
     ``before`` has the seconds before each place on a device of speed 1, ``messages`` the seconds of a cut there, and
     ``speeds`` the speed of each part's device.
     """
-    last = len(before) - 1
+    last, repeated = len(before) - 1, micro_batches - 1
     fastest, cheapest = max(speeds), min(messages[1:last], default=0.0)
     whole = (before[last] - before[0]) / fastest  # the least sum of stage times
     bound = _balanced_objective(before, messages, speeds, micro_batches)
-    best: list[list[_Assignment]] = [[] for _ in before]
-    best[0] = [_Assignment(0.0, 0.0, 0, None)]
+    best: dict[int, list[_Assignment]] = {0: [(0.0, 0.0, 0, None)]}  # place -> assignments that end there
     for stage, speed in enumerate(speeds):
-        reached: list[list[_Assignment]] = [[] for _ in before]
+        reached: dict[int, list[_Assignment]] = {}
         left = len(speeds) - 1 - stage
         final = not left
-        for place in [last] if final else range(1, last):
-            candidates = []
-            remaining = (before[last] - before[place]) / fastest
-            least_slowest = remaining / max(1, left)  # lower bound for the later stages
-            after = remaining + cheapest * max(0, left - 1)
-            if (micro_batches - 1) * least_slowest + whole > bound:
-                continue
-            for start in range(place - 1, -1, -1):
+        starts = list(best)
+
+        def least_later(place: int, left: int = max(1, left)) -> float:
+            """A lower bound of the slowest of the later stages."""
+            return (before[last] - before[place]) / fastest / left
+
+        first = bisect_left(range(last), True, key=lambda place: repeated * least_later(place) + whole <= bound)
+        for place in [last] if final else range(max(1, first), last):
+            candidates: list[_Assignment] = []
+            least_slowest = least_later(place)
+            after = (before[last] - before[place]) / fastest + cheapest * max(0, left - 1)
+            message = 0.0 if final else messages[place]
+            for start in reversed(starts[: bisect_left(starts, place)]):
                 time = (before[place] - before[start]) / speed
-                if (micro_batches - 1) * time + whole > bound:  # earlier starts take even longer
+                if repeated * time + whole > bound:  # earlier starts take even longer
                     break
                 if time <= 0:
                     continue
-                message = 0.0 if final else messages[place]
                 for assignment in best[start]:
-                    slowest = max(assignment.slowest, time)
-                    rest = assignment.rest + time + message
-                    least = (micro_batches - 1) * max(slowest, least_slowest) + rest + after
-                    if least <= bound:
-                        candidates.append(_Assignment(slowest, rest, place, assignment))
-            reached[place] = _unbeaten(candidates)
+                    slowest = assignment[0]
+                    if slowest < time:
+                        slowest = time
+                    rest = assignment[1] + time + message
+                    least = slowest if slowest > least_slowest else least_slowest
+                    if repeated * least + rest + after <= bound:
+                        candidates.append((slowest, rest, place, assignment))
+            if candidates:
+                reached[place] = _unbeaten(candidates)
+            elif starts and repeated * (before[place] - before[starts[-1]]) / speed + whole > bound:
+                break  # later places are too far from every start
         best = reached
-    winner: _Assignment | None = min(best[last], key=lambda one: (micro_batches - 1) * one.slowest + one.rest)
+    winner: _Assignment | None = min(best[last], key=lambda one: repeated * one[0] + one[1])
     bounds = []
     while winner is not None:
-        bounds.append(winner.place)
-        winner = winner.previous
+        _, _, place, winner = winner
+        bounds.append(place)
     return bounds[::-1]
 
 
@@ -87,8 +93,8 @@ _shortest_pipeline = lru_cache(4096)(shortest_pipeline)  # a search asks for the
 def _unbeaten(assignments: list[_Assignment]) -> list[_Assignment]:
     """The assignments that no other one equals or beats in both figures."""
     kept: list[_Assignment] = []
-    for assignment in sorted(assignments, key=lambda one: (one.slowest, one.rest)):
-        if not kept or assignment.rest < kept[-1].rest:
+    for assignment in sorted(assignments, key=itemgetter(0, 1)):
+        if not kept or assignment[1] < kept[-1][1]:
             kept.append(assignment)
     return kept
 

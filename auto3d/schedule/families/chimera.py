@@ -6,9 +6,11 @@ scheduling unit that starts at slot 0, the m-th forward of a pipe on stage s has
 order of their slots.
 """
 
+from operator import itemgetter
+
 from auto3d.errors import InputError
 from auto3d.schedule.family import Family
-from auto3d.schedule.operation import Kind, Operation, Schedule
+from auto3d.schedule.operation import Kind, Operation, Schedule, singles
 from auto3d.schedule.options import check_choice, recomputing
 from auto3d.schedule.sync import place_syncs
 
@@ -65,7 +67,7 @@ def chimera(
         stages=devices,
         micro_batches=micro_batches,
         device_of=device_of,
-        operations=tuple(tuple(o for _, o in sorted(pairs, key=lambda pair: pair[0])) for pairs in slots),
+        operations=tuple(tuple(o for _, o in sorted(pairs, key=itemgetter(0))) for pairs in slots),
         recompute=recomputing("chimera", devices, recompute),
         parts=parts,
     )
@@ -128,13 +130,18 @@ def _unit(
     ``start`` is the first slot of the unit. The first ``single`` of ``groups`` run as single forwards.
     """
     placed = []
+    numbers = 1 + max((group[-1] for group in groups), default=-1)
+    forwards, backwards = (singles(kind, stage, numbers, pipe) for kind in (Kind.FORWARD, Kind.BACKWARD))
     for position, group in enumerate(groups):
         slot = start + 2 * position
-        together = [(m,) for m in group] if position < single else [group]
-        placed += [(slot + stage, Operation(Kind.FORWARD, stage, ms, pipe)) for ms in together]
-        for chunk, m in enumerate(group):
-            backward = slot + (chunk + 2) * devices - 1 - stage
-            placed.append((backward, Operation(Kind.BACKWARD, stage, (m,), pipe)))
+        if len(group) == 1 or position < single:
+            placed += [(slot + stage, forwards[m]) for m in group]
+        else:
+            placed.append((slot + stage, Operation(Kind.FORWARD, stage, group, pipe)))
+        backward = slot + 2 * devices - 1 - stage
+        for m in group:
+            placed.append((backward, backwards[m]))
+            backward += devices
     return placed
 
 
