@@ -188,8 +188,8 @@ class Cluster:
 
     def memory_of(self, devices: Iterable[int]) -> float | None:
         """Bytes that a process may fill on each of ``devices``: the least that is known; None if none is known."""
-        kinds = {self.accelerator(device) for device in devices}
-        return min((kind.memory_bytes for kind in kinds if kind.memory_bytes is not None), default=None)
+        sizes = (self.nodes[node].accelerator.memory_bytes for node in set(map(self.node_of.__getitem__, devices)))
+        return min((size for size in sizes if size is not None), default=None)
 
     @property
     def devices_per_node(self) -> int:
@@ -201,8 +201,10 @@ class Cluster:
 
     def slowest(self, devices: Iterable[int]) -> Accelerator:
         """The accelerator among those of ``devices`` that computes the fewest FLOPs per second."""
-        kinds = dict.fromkeys(self.accelerator(device) for device in devices)
-        return min(kinds, key=lambda kind: kind.peak_flops * kind.matrix_efficiency)
+        nodes = dict.fromkeys(map(self.node_of.__getitem__, devices))
+        return min(
+            (self.nodes[node].accelerator for node in nodes), key=lambda kind: kind.peak_flops * kind.matrix_efficiency
+        )
 
 
 def place_ranks(*, dp: int, pp: int, tp: int = 1, replicas: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:

@@ -105,8 +105,8 @@ def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str
     """Counts the first periods; in each later one, the numbers in flight grow by the same amount."""
     options_of = dict(options)
     sync, recompute = options_of.get("sync"), options_of.get("recompute")
-    by_rule = name in SCHEDULES and not SCHEDULES[name].explicit
-    if by_rule and (sync in SYNC[1:] or recompute in RECOMPUTE[1:]):  # no operation that is counted depends on them
+    known = name in SCHEDULES and not SCHEDULES[name].explicit and options_of.keys() <= SCHEDULES[name].options.keys()
+    if known and (sync in SYNC[1:] or recompute in RECOMPUTE[1:]):  # no operation that is counted depends on them
         counted = tuple((option, value) for option, value in options if option not in ("sync", "recompute"))
         plain = _shape(name, devices, micro_batches, counted)
         again = plain.recompute if recompute is None else recomputing(name, plain.stages, str(recompute))

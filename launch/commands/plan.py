@@ -2,6 +2,7 @@
 
 import click
 
+from auto3d.garbage import garbage_collected_seldom
 from launch.commands.consoles import err
 from launch.commands.exit_codes import INTERRUPTED
 from launch.commands.options import recipe_command
@@ -26,8 +27,9 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, show_all: bool)
     annealing, random, megatron, rannc, amp or chimera; search.candidates, search.simulations and search.seconds limit
     the search. Ctrl-C ends it, and the best plans so far are printed.
     """
-    loaded = load(recipe, overrides)
-    with search_progress(err) as tell:
-        search = search_recipe(loaded, tell, keep_interrupted=True)
-    print_plans(loaded, search, as_json=as_json, show_all=show_all)
+    with garbage_collected_seldom():
+        loaded = load(recipe, overrides)
+        with search_progress(err) as tell:
+            search = search_recipe(loaded, tell, keep_interrupted=True)
+        print_plans(loaded, search, as_json=as_json, show_all=show_all)
     return INTERRUPTED if search.interrupted else 0

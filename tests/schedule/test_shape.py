@@ -62,6 +62,8 @@ def assert_shape(predicted: Shape, listed: Schedule) -> None:
 def test_the_option_to_recompute_changes_no_operation(name):
     """So what a device holds is counted once for both."""
     if "recompute" not in SCHEDULES[name].options:
+        with pytest.raises(InputError, match="option 'recompute' is unknown"):
+            shape(name, devices=4, micro_batches=8, options={"recompute": "full"})
         return
     for options in ({}, OPTIONS.get(name, {}), {"sync": "eager-opt"}):
         sizes = {"devices": 4, "micro_batches": 8}

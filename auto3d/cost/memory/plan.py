@@ -580,7 +580,9 @@ class PlanMemory:
             by = repeat[0].period * repeat[1]
         first_block = None if block is None else (block[0] - by, block[1] - by)
         runs = earlier(operations, by), earlier(dropped_here, by), split, first_block
-        found = self._runs(samples, share, *runs).moved(lambda position: position + by)
+        found = self._runs(samples, share, *runs)
+        if by:
+            found = found.moved(lambda position: position + by)
         if block is not None:
             inputs = _block_inputs(tables, dropped, found.received)
             found = replace(found, in_flight=found.in_flight + inputs, inputs=found.inputs + inputs)
