@@ -21,6 +21,7 @@ from auto3d.search.space import EQUAL, Candidate, Domain, Refusals, degrees_of
 from auto3d.search.synthesized import is_sought
 
 _INTERRUPTED = "interruption"
+_RULED_OUT_PER_LOOK = 100  # so many candidates that are ruled out at once take as long as a look, or longer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +94,9 @@ class Search:
         self._nodes = lru_cache(None)(self._make_nodes)
         self._numbers_of_nodes: dict[tuple[int, ...], int] = {}
         self._placed: dict[tuple[Candidate, int], Candidate] = {}  # candidate but for its placement, nodes -> the first
-        self._seen: Counter[tuple] = Counter()  # degrees -> number of candidates that were looked at
+        self._seen: Counter[tuple] = Counter()  # degrees -> number of candidates that were looked at or ruled out
         self.lacking_memory: list[Candidate] = []
-        self.looked_at = 0
+        self.looked_at = self.ruled_out = 0
         self.simulated = 0  # number of different plans that were estimated
         self.left = Left()
         self.ended_by = ""  # cause of an early end: a field of Budget, or _INTERRUPTED
@@ -103,7 +104,7 @@ class Search:
     @property
     def spent(self) -> bool:
         """Whether the budget is used up; ``ended_by`` then says which part of it. The first look is always free."""
-        if self.looked_at >= self.budget.candidates:
+        if self.looked_at + self.ruled_out // _RULED_OUT_PER_LOOK >= self.budget.candidates:
             self.ended_by = "candidates"
         elif self.simulated >= self.budget.simulations:
             self.ended_by = "simulations"
@@ -129,21 +130,26 @@ class Search:
         self.ended_by = _INTERRUPTED
 
     def unseen_of(self, degrees: Candidate) -> int:
-        """The number of candidates with these degrees that have not been looked at."""
+        """The number of candidates with these degrees that have been neither looked at nor ruled out."""
         return self.domain.variants_of(degrees) - self._seen[degrees_of(degrees)]
 
     def has_seen(self, candidate: Candidate) -> bool:
-        """Whether ``candidate`` has been looked at."""
+        """Whether ``candidate`` has been looked at or ruled out."""
         return candidate in self._bounds
 
     def bound(self, candidate: Candidate) -> float:
-        """A lower bound of the estimate of ``candidate``, or infinity if it has no Plan. The first call is a look."""
+        """A lower bound of the estimate of ``candidate``, or infinity if it has no Plan.
+
+        The first call is a look, unless the candidate's depth or the promise of its memory rules it out at once.
+        """
         if candidate not in self._bounds:
-            self.looked_at += 1
             self._seen[degrees_of(candidate)] += 1
+            self.ruled_out += 1
             try:
                 self.maker.check_depth(candidate)
                 self._check_may_fit(candidate)
+                self.ruled_out -= 1
+                self.looked_at += 1
                 if (alike := self._placed_alike(candidate)) is not None:
                     self._follow(candidate, alike)
                 elif is_sought(candidate):

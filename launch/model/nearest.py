@@ -22,7 +22,8 @@ def no_plan_found(recipe: LoadedRecipe, search: Search) -> RecipeError:
     key = f"search.{search.ended_by}"
     problem = (
         f"no plan found before {key} = {getattr(search.budget, search.ended_by):g} ended the search: "
-        f"{search.looked_at} of {counted(len(search.domain), 'candidate')} looked at; a larger {key} gives it more"
+        f"{search.looked_at + search.ruled_out} of {counted(len(search.domain), 'candidate')} looked at or ruled out; "
+        f"a larger {key} gives it more"
     )
     return recipe.error("search", problem + _nearest(search.maker, search.lacking_memory))
 

@@ -89,6 +89,7 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
         "infeasible": [{"count": one.count, "reason": one.reason, **asdict(one.example)} for one in search.refused()],
         "algorithm": algorithm(recipe),
         "size": len(search.domain),
+        "ruled_out": search.ruled_out,
         "looked_at": search.looked_at,
         "simulated": search.simulated,
         "ended_by": search.ended_by,

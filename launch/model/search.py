@@ -109,6 +109,8 @@ def described(recipe: LoadedRecipe, search: Search) -> str:
     """What ``search`` did, in words, and what ended it before it was sure of the best plans."""
     candidates = f"{len(search.domain) + search.domain.refused.total:,}"
     looked_at = f"{search.looked_at:,} looked at, {search.simulated:,} simulated"
+    if search.ruled_out:
+        looked_at = f"{search.ruled_out:,} ruled out at once, {looked_at}"
     text = f"{algorithm(recipe)} search of {candidates} candidates: {looked_at}, in {search.elapsed_s:.1f} s"
     if search.interrupted:
         text += "; it was interrupted"

@@ -18,6 +18,7 @@ from auto3d.search.algorithms.random_search import random_search
 from auto3d.search.bound import least_s
 from auto3d.search.make import PlanMaker
 from auto3d.search.promise import Promises
+from auto3d.search.search import Search
 from auto3d.search.space import Candidate, Domain, SearchSpace
 from tests.search.cases import random_case, searched
 from tests.soak import soak
@@ -46,22 +47,26 @@ def test_no_plan_needs_less_time_or_memory_than_its_candidate_promises(seed):
             assert promises.least_bytes(candidate) <= max(maker.model.memory(plan)), candidate
             checked, tightest = checked + 1, max(tightest, least / bound)
     assert checked > 100
-    assert tightest > 0.7
+    assert tightest > 0.65
 
 
 def test_a_budget_ends_a_search_with_the_best_so_far_and_says_what_is_left():
     case = random_case(3, **AXES)
     whole = searched(exhaustive, case)
-    assert (whole.ended_by, whole.looked_at + whole.left.candidates) == ("", len(case[0]))
+    assert (whole.ended_by, _met(whole) + whole.left.candidates) == ("", len(case[0]))
     assert whole.left.least_s > whole.limit(), "nothing that was left out can be among the best"
     for name, amount in {"candidates": 5, "simulations": 2, "seconds": 1e-6}.items():
         search = searched(exhaustive, case, **({name: amount} if name == "candidates" else {"budget": {name: amount}}))
         assert search.ended_by == name
         assert len(search.ranked()) >= 1
-        assert search.looked_at + search.left.candidates == len(case[0])
+        assert _met(search) + search.left.candidates == len(case[0])
         assert (
             search.left.least_s <= whole.ranked()[0].seconds or search.ranked()[0].seconds == whole.ranked()[0].seconds
         )
+
+
+def _met(search: Search) -> int:
+    return search.looked_at + search.ruled_out
 
 
 @pytest.mark.parametrize("seed", [1, 11, 22])
