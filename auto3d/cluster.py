@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import isfinite
 
@@ -132,9 +133,14 @@ class BusBandwidths:
 
     def interpolate(self, measured: tuple[float, ...], nodes: float) -> float:
         """The value of ``measured`` at ``nodes``: a power law between two numbers of nodes, constant outside them."""
-        from numpy import exp, interp, log  # imported here because it is slow and only needed with measurements
+        return _power_law(self.nodes, measured, nodes)
 
-        return float(exp(interp(log(nodes), log(self.nodes), log(measured))))
+
+@lru_cache(1024)  # a search asks for each of thousands of groups of ranks, most of which are alike
+def _power_law(places: tuple[int, ...], values: tuple[float, ...], place: float) -> float:
+    from numpy import exp, interp, log  # imported here because it is slow and only needed with measurements
+
+    return float(exp(interp(log(place), log(places), log(values))))
 
 
 INSIDE, OUTSIDE = Link(latency_s=10e-6, bandwidth=20e9), Link(latency_s=20e-6, bandwidth=10e9, lanes=1)

@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -75,7 +76,7 @@ def _has(config: Any, key: str) -> bool:
 
 
 def _configuration(recipe: LoadedRecipe, model_class: type[Any]) -> Any:
-    given, config_class = recipe.values.model.config, model_class.config_class
+    given, config_class = deepcopy(recipe.values.model.config), model_class.config_class  # it may change nested values
     _check_keys(recipe, "model.config", config_class, given, model_class.__name__)
     keys = without_checkpoint_keys(config_class, given)
     _check_implementations(recipe, model_class, keys)

@@ -5,6 +5,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -154,7 +155,7 @@ def _factory(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
         pass
 
     def build() -> nn.Module:
-        module = function(**arguments)
+        module = function(**deepcopy(arguments))  # it may change what it is given, which names the model
         if not isinstance(module, nn.Module):
             raise recipe.error(
                 "model.factory",

@@ -1,5 +1,6 @@
 """A dataset of the user's own: a function that returns an object with a length and numbered samples."""
 
+from copy import deepcopy
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ def open_source(settings: "DataSettings") -> "OwnDataset":
     except (Exception, SystemExit) as error:  # the user's module can raise anything
         raise DataError(f"source: {settings.source} cannot be imported: {_summary(error)}") from None
     try:
-        dataset = function(**settings.arguments)
+        dataset = function(**deepcopy(settings.arguments))
         samples = len(dataset)
     except (Exception, SystemExit) as error:
         raise DataError(f"source: {settings.source} returned no dataset with a length: {_summary(error)}") from None

@@ -64,6 +64,20 @@ def test_the_key_is_the_same_after_the_models_code_was_imported(folder, kept):
     assert PlanningModel(load("own.yaml")).graph(4) == graph
 
 
+def test_the_key_is_the_same_after_the_models_code_changed_its_configuration(folder, kept):
+    """transformers adds keys to the rotary scaling that it is given, and a factory may change its arguments."""
+    (folder / "roped.yaml").write_text(ROPED)
+    (folder / "greedy.py").write_text(f"{MINE}\n\ndef greedy(sizes):\n    return make(sizes.pop())\n")
+    for name, overrides in (
+        ("roped.yaml", []),
+        ("own.yaml", ["model.factory=greedy:greedy", "model.arguments={sizes: [3]}"]),
+    ):
+        model = PlanningModel(load(name, overrides))
+        before = json.dumps(model.identity(graph_at=4))
+        model.graph(4)
+        assert json.dumps(model.identity(graph_at=4)) == before
+
+
 def test_a_file_that_changes_or_hides_another_makes_an_entry_stale(folder, kept, tmp_path_factory):
     (folder / "mine.py").write_text(f"import layer\n{MINE}")
     (folder / "layer.py").write_text("width = 3\n")
@@ -87,3 +101,14 @@ def test_a_module_is_where_an_import_finds_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(second), *sys.path, str(first)])
     assert place_of("found_here", [str(first)]) == str(second / "found_here.py")
     assert place_of("os", [str(first)]) == os.__file__
+
+
+ROPED = """
+model:
+  architecture: LlamaForCausalLM
+  config:
+    {vocab_size: 32, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2,
+    num_key_value_heads: 2, rope_scaling: {rope_type: llama3, factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0,
+    original_max_position_embeddings: 64}}
+data: {source: synthetic, sequence_length: 8, vocabulary_size: 32}
+"""
