@@ -65,6 +65,10 @@ LANGUAGE = {
     "qwen-3": model("Qwen3", "CausalLM", **GROUPED, head_dim=8),
     "gemma-2": model("Gemma2", "CausalLM", **GROUPED, head_dim=8),
     "mistral": model("Mistral", "CausalLM", **GROUPED),
+    "mixtral": model("Mixtral", "CausalLM", **GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "qwen-3, experts": model(
+        "Qwen3Moe", "CausalLM", **GROUPED, head_dim=8, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2
+    ),
     "gpt-j": model(
         "GPTJ",
         "CausalLM",

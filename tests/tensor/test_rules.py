@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import fx
+from transformers.integrations import moe  # noqa: F401  it registers grouped_mm_fallback
 
 from auto3d.capture.shard import Shard, joined
 from auto3d.runtime.lockstep import Lockstep, LockstepGroup
@@ -184,6 +185,8 @@ EXAMPLES = [
     call("conv_transpose2d.input", normal(2, 4, 6, 6), normal(4, 6, 2, 2), normal(6), [2, 2]),
     call("conv_transpose2d.input", normal(2, 4, 6, 6), normal(4, 3, 2, 2), normal(12), [2, 2], [0, 0], [0, 0], 4),
     call("conv_transpose3d.input", normal(2, 4, 2, 2, 2), normal(4, 6, 2, 2, 2), normal(6)),
+    call("grouped_mm_fallback", normal(6, 8), normal(3, 8, 4), torch.tensor([1, 4, 6])),
+    call("_grouped_mm", normal(6, 32).float(), normal(3, 32, 16).float(), torch.tensor([1, 4, 6], dtype=torch.int32)),
     call("embedding", normal(8, 6), integers(2, 4, high=8)),
     call("embedding", normal(7, 6), integers(2, 4, high=7), 3),
     call("embedding", normal(8, 6), integers(2, 4, high=3), -1, True),
@@ -281,7 +284,8 @@ MORE_RANKS = [  # sizes that three and four ranks divide
 
 
 def overload(name: str) -> torch._ops.OpOverload:
-    packet = getattr(aten, name.partition(".")[0])
+    namespace = torch.ops.transformers if name.startswith("grouped_mm") else aten
+    packet = getattr(namespace, name.partition(".")[0])
     chosen = name.partition(".")[2]
     tensors = BINARY.split() + BITWISE.split()
     order = ("Tensor", "default", "Tensor_Tensor") if name in tensors else ("default", "Tensor")
@@ -412,6 +416,8 @@ def test_every_way_is_true(number):
 
 
 NEVER_WHOLE = {
+    "_grouped_mm",
+    "grouped_mm_fallback",
     "linear",
     "matmul",
     "conv1d",

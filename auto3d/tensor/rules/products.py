@@ -73,6 +73,15 @@ def _baddbmm(call: Call) -> Rule:
     return Rule(axes=tuple(axes), product=True)
 
 
+def _grouped_product(call: Call) -> Rule:
+    """rows [rows, in] that are sorted by expert, weights [experts, in, out], end of each expert's rows [experts]."""
+    if [len(shape) for shape in call.shapes] != [2, 3, 1]:
+        return Rule()
+    aligned = 8 if call.operator == "_grouped_mm" else 1  # its kernels take rows of whole 16 bytes
+    columns, inner = Axis((None, 2, None), (1,), together=aligned), Axis((1, 1, None), (None,), together=aligned)
+    return Rule(axes=(columns, inner), product=True)
+
+
 def _convolution(call: Call) -> Rule:
     """value [batch, in, ...], weight [out, in / groups, ...] or, transposed, [in, out / groups, ...], bias [out]."""
     value, weight = call.shapes[:2]
@@ -131,6 +140,7 @@ RULES: dict[str, Callable[[Call], Rule]] = {
     "addmm": _addmm,
     **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), _matmul),
     "baddbmm": _baddbmm,
+    **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped_product),  # the second is that of transformers
     **dict.fromkeys(
         ("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
         _convolution,
