@@ -53,6 +53,8 @@ class Promises:
     def least_of_degrees_s(self, domain: Domain, degrees: Candidate) -> float:
         """A lower bound of ``least_s`` of all candidates of ``domain`` with these degrees."""
         choices = domain.choices_of(degrees)
+        alike = {value == FULL: value for value in choices["recompute"]}  # all that the promise tells apart
+        choices = {**choices, "recompute": list(alike.values())}
         kinds = product(*(choices[name] for name in _OF_TIME))
         variants = (replace(degrees, **dict(zip(_OF_TIME, kind, strict=True))) for kind in kinds)
         return min(self._least_s(candidate, (None,)) for candidate in variants)
