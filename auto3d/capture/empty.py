@@ -110,8 +110,10 @@ def empty_model(build: Callable[[], nn.Module], device: str) -> EmptyModel:
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if tensor not in known:
             shown = FakeTensor(mode, tensor.detach().to("meta"), place)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            known[tensor] = nn.Parameter(shown, tensor.requires_grad) if is_parameter else shown
+            if isinstance(tensor, nn.Parameter):  # as nn.Parameter makes one, without its copy of ``shown``
+                shown.requires_grad_(tensor.requires_grad)
+                shown._is_param = True
+            known[tensor] = shown
             keep_gradient_hooks(tensor, known[tensor])
         return known[tensor]
 

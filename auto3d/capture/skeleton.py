@@ -1,7 +1,7 @@
 """Build a module without memory for its tensors, with seeded random numbers for its code."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from auto3d.capture.errors import error_line
 from auto3d.capture.foreign import SET_DATA, ForeignWeights, LostValueError
 from auto3d.errors import InputError
 
+_INITIALISATIONS = (nn.init.normal_, nn.init.uniform_, nn.init.constant_, nn.init.kaiming_uniform_)
 _AT_ONCE_BYTES = 2**30  # weights that a module can read back while it is built for real
 
 
@@ -153,9 +154,24 @@ def seed_all(seed: int) -> None:
 
 
 class _MetaData(TorchFunctionMode):
-    """Lets code on the meta device assign a real tensor to the ``.data`` of a parameter."""
+    """Lets code on the meta device assign a real tensor to the ``.data`` of a parameter.
+
+    It leaves out the initialisation of a tensor without values if an equal one was accepted before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._accepted: set[Hashable] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
         if func == SET_DATA and args[0].is_meta and not args[1].is_meta:
             args = (args[0], args[1].to("meta"))
-        return func(*args, **(kwargs or {}))
+        if func not in _INITIALISATIONS or not (tensor := kwargs["tensor"]).is_meta:
+            return func(*args, **kwargs)
+        options = tuple((name, value) for name, value in kwargs.items() if name != "tensor")
+        key = func, tensor.shape, tensor.dtype, tensor.requires_grad, options
+        if key not in self._accepted:
+            func(*args, **kwargs)
+            self._accepted.add(key)
+        return tensor

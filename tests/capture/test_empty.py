@@ -146,3 +146,16 @@ def test_value_heads_narrower_than_query_heads():
     experts = {"n_routed_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
     config = DeepseekV3Config(num_key_value_heads=2, n_group=1, topk_group=1, **latent, **experts, **TEXT)
     assert_equal_to_eager(lambda: DeepseekV3ForCausalLM(config), {"input_ids": TOKENS, "labels": TOKENS})
+
+
+def test_an_initialisation_that_has_no_values_runs_once_for_equal_tensors(monkeypatch):
+    ran: list[tuple[int, ...]] = []
+    fill = torch.nn.init._no_grad_normal_
+
+    def counted(tensor: torch.Tensor, *options: object) -> torch.Tensor:
+        ran.append(tuple(tensor.shape))
+        return fill(tensor, *options)
+
+    monkeypatch.setattr(torch.nn.init, "_no_grad_normal_", counted)
+    skeleton(lambda: nn.ModuleList([nn.Embedding(rows, 3) for rows in (4, 4, 5, 4)]))
+    assert ran == [(4, 3), (5, 3)]
