@@ -70,7 +70,8 @@ def test_the_plans_shown_are_the_best_of_the_whole_space(name):
 @pytest.mark.parametrize("name", PROMISED)
 def test_no_plan_of_a_recipe_needs_less_than_its_candidate_promises(name):
     """With every axis that changes times or memory, on captured models and shards of them."""
-    wide = ["search.recompute=[none,full,auto]", "search.shard_optimizer=auto", "search.sequence_parallel=auto"]
+    kept = "none,full" if name == "mixed" else "none,full,auto"  # its devices have no known memory, which auto needs
+    wide = [f"search.recompute=[{kept}]", "search.shard_optimizer=auto", "search.sequence_parallel=auto"]
     more = ["search.tensor_overlap=auto", "search.schedule=auto", "search.partition=auto", "search.candidates=1"]
     search = search_recipe(load(name, [*wide, *more]))
     every, maker, promises = list(search.domain), search.maker, search.promises
