@@ -110,7 +110,7 @@ def empty_model(build: Callable[[], nn.Module], device: str) -> EmptyModel:
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if tensor not in known:
             shown = FakeTensor(mode, tensor.detach().to("meta"), place)
-            if isinstance(tensor, nn.Parameter):  # as nn.Parameter makes one, without its copy of ``shown``
+            if isinstance(tensor, nn.Parameter):  # nn.Parameter does the same to a copy of its argument
                 shown.requires_grad_(tensor.requires_grad)
                 shown._is_param = True
             known[tensor] = shown

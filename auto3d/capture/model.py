@@ -1,8 +1,6 @@
 """The entry point: capture an unmodified model at one micro-batch size as a program and the Graph that describes it."""
 
-import gc
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +9,7 @@ from torch import nn
 from auto3d.capture.describe import describe
 from auto3d.capture.export import TRAINING, ExportedModel, InputSpec, Mode, export
 from auto3d.capture.graph import Graph
+from auto3d.garbage import garbage_collection_paused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +80,3 @@ def capture(
     with garbage_collection_paused():
         exported = export(build, inputs, micro_batch_size, device=device, precision=precision, mode=mode)
         return CapturedModel(graph=describe(exported), exported=exported)
-
-
-@contextmanager
-def garbage_collection_paused() -> Iterator[None]:
-    """Pause garbage collection: a capture makes no garbage, and looking for it would take a tenth of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

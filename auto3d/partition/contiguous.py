@@ -78,7 +78,8 @@ def cheapest_cuts(
     for part in earliest:
         row, reached = [0] * size, [float("inf")] * size
         window: deque[int] = deque()
-        ends = [place for place, total in enumerate(best) if total < float("inf")]  # where the parts so far may end
+        # Places where the parts so far may end.
+        ends = [place for place, total in enumerate(best) if total < float("inf")]
         if not ends:
             return None
         enter = ends[0]

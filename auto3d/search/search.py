@@ -21,7 +21,7 @@ from auto3d.search.space import EQUAL, Candidate, Domain, Refusals, degrees_of
 from auto3d.search.synthesized import is_sought
 
 _INTERRUPTED = "interruption"
-_RULED_OUT_PER_LOOK = 100  # so many candidates that are ruled out at once take as long as a look, or longer
+_RULED_OUT_PER_LOOK = 100  # number of candidates that are ruled out at once in about the time of a look
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +144,8 @@ class Search:
         """
         if candidate not in self._bounds:
             self._seen[degrees_of(candidate)] += 1
-            self.ruled_out += 1
             try:
-                self.maker.check_depth(candidate)
-                self._check_may_fit(candidate)
-                self.ruled_out -= 1
-                self.looked_at += 1
+                self._begin_look(candidate)
                 if (alike := self._placed_alike(candidate)) is not None:
                     self._follow(candidate, alike)
                 elif is_sought(candidate):
@@ -161,6 +157,16 @@ class Search:
                 self._refuse(candidate, error)
             self._tell(self.looked_at, self.fastest_s, False)
         return self._bounds[candidate]
+
+    def _begin_look(self, candidate: Candidate) -> None:
+        """Count a look, or raise InputError if the depth or the promise of memory rules ``candidate`` out at once."""
+        try:
+            self.maker.check_depth(candidate)
+            self._check_may_fit(candidate)
+        except InputError:
+            self.ruled_out += 1
+            raise
+        self.looked_at += 1
 
     def _placed_alike(self, candidate: Candidate) -> Candidate | None:
         """The first candidate that differs only in a placement with equal nodes, if that was looked at before."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from auto3d.capture.describe import describe
 from auto3d.capture.graph import Graph
-from auto3d.capture.model import CapturedModel, garbage_collection_paused
+from auto3d.capture.model import CapturedModel
+from auto3d.garbage import garbage_collection_paused
 from auto3d.plan import StagePlan, stages_at
 from auto3d.sequence.slice_program import slice_programs
 

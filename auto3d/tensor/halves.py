@@ -18,8 +18,9 @@ from torch import fx
 
 from auto3d.capture.alike import DerivedCalls
 from auto3d.capture.describe import describe, is_random
-from auto3d.capture.model import CapturedModel, garbage_collection_paused
+from auto3d.capture.model import CapturedModel
 from auto3d.capture.nodes import args_of
+from auto3d.garbage import garbage_collection_paused
 from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, PlanError
 from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING, conversion_of, split_of
 from auto3d.tensor.model import TensorParallelModel

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from auto3d.capture.describe import describe
-from auto3d.capture.model import CapturedModel, garbage_collection_paused
+from auto3d.capture.model import CapturedModel
+from auto3d.garbage import garbage_collection_paused
 from auto3d.plan import PlanError, StagePlan, stages_at
 from auto3d.tensor.derivation import Derivation
 from auto3d.tensor.derive import derive

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
-from auto3d.capture.model import CapturedModel, garbage_collection_paused
+from auto3d.capture.model import CapturedModel
 from auto3d.capture.skeleton import skeleton
+from auto3d.garbage import garbage_collection_paused
 from auto3d.plan import PlanError
 from auto3d.tensor.derivation import ImpossibleSplitError
 from auto3d.tensor.model import derived_split

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from auto3d.capture.errors import CaptureError, error_line
-from auto3d.capture.model import CapturedModel, capture, garbage_collection_paused
+from auto3d.capture.model import CapturedModel, capture
+from auto3d.garbage import garbage_collection_paused
 from auto3d.plan import Plan
 from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.world import World

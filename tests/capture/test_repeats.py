@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.describe import describe
 from auto3d.capture.export import TRAINING, ExportedModel, InputSpec, Mode, export_with
-from auto3d.capture.model import garbage_collection_paused
 from auto3d.errors import InputError
+from auto3d.garbage import garbage_collection_paused
 from tests.zoo import transformers_classes
 from tests.zoo.__main__ import ENTRIES
 from tests.zoo.transformers_classes import T5, TINY, VISION, build
