@@ -177,6 +177,7 @@ class Cluster:
     device: str  # "cpu" or "cuda"
     devices: int = field(init=False)
     node_of: tuple[int, ...] = field(init=False, repr=False)  # node number by device
+    kind_of: tuple[int, ...] = field(init=False, repr=False)  # by node: the first node that equals it
 
     def __post_init__(self) -> None:
         if len(self.nodes) > 1:
@@ -186,6 +187,8 @@ class Cluster:
         node_of = tuple(number for number, node in enumerate(self.nodes) for _ in range(node.devices))
         object.__setattr__(self, "node_of", node_of)
         object.__setattr__(self, "devices", len(node_of))
+        first = {node: number for number, node in reversed([*enumerate(self.nodes)])}
+        object.__setattr__(self, "kind_of", tuple(map(first.__getitem__, self.nodes)))
 
     @property
     def memory_bytes(self) -> float | None:

@@ -115,10 +115,14 @@ def global_reads(modules: Sequence[nn.Module]) -> Iterator[dict[types.CodeType, 
     It has the globals that the function may read, and their ``frozen_globals`` when it is first called.
     """
     ran: dict[types.CodeType, tuple[list[Global], Frozen]] = {}
+    seen: set[types.CodeType] = set()  # the model's functions, and many more of torch
     before = sys.gettrace()
 
     def note(frame: types.FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code not in ran and is_model_code(frame.f_code.co_filename):
+        if event != "call" or frame.f_code in seen:
+            return
+        seen.add(frame.f_code)
+        if is_model_code(frame.f_code.co_filename):
             found: list[Global] = []
             _add_globals(found, frame.f_globals, frame.f_code.co_names)
             ran[frame.f_code] = (found, frozen_globals(found, modules))

@@ -60,6 +60,10 @@ class GroupLink:
         return self.seconds(collective, size) / (1.0 if self.measured is None else self.slowdown)
 
 
+_Homes = tuple[tuple[tuple[int, int, int], ...], tuple[int, ...]]
+"""The kind of each node of a group, with its devices in groups inside it and across nodes; each device's node."""
+
+
 class Traffic:
     """Groups that communicate at the same time, and the bandwidth that each gets of the links they share.
 
@@ -71,21 +75,30 @@ class Traffic:
         self._cluster = cluster
         self._inside: Counter[int] = Counter()  # node -> number of devices that communicate inside the node
         self._outside: Counter[int] = Counter()  # node -> number of devices that communicate with other nodes
-        self._links: dict[tuple[int, ...], Link] = {}
-        self._group_links: dict[tuple[int, ...], GroupLink] = {}
-        self._distinct: dict[GroupLink, GroupLink] = {}  # most of thousands of groups have equal links
+        self._links: dict[_Homes, Link] = {}
+        self._group_links: dict[_Homes, GroupLink] = {}
+        self._distinct: dict[GroupLink, GroupLink] = {}  # groups on different kinds of nodes may have equal links
         for group in groups:
             assert len(set(group)) == len(group), f"group {group} has a device twice"
-            homes = Counter(cluster.node_of[device] for device in group)
-            for node, count in homes.items():
-                if count > 1:
-                    self._inside[node] += count
-                if len(homes) > 1:
-                    self._outside[node] += count
+            homes = [cluster.node_of[device] for device in group]
+            if homes.count(homes[0]) == len(homes):
+                self._inside[homes[0]] += len(homes) if len(homes) > 1 else 0
+                continue
+            for node, count in Counter(homes).items():
+                self._inside[node] += count if count > 1 else 0
+                self._outside[node] += count
+
+    def _homes(self, group: Group) -> _Homes:
+        """All that the link of ``group`` depends on: thousands of groups differ only in the numbers of their nodes."""
+        nodes = [self._cluster.node_of[device] for device in group]
+        order = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+        kind_of, inside, outside = self._cluster.kind_of, self._inside, self._outside
+        kinds = tuple([(kind_of[node], inside[node], outside[node]) for node in order])
+        return kinds, tuple([order[node] for node in nodes])
 
     def link(self, group: Group) -> Link:
         """The slowest link on the ring of ``group``, with the bandwidth that this group gets."""
-        key = tuple(group)
+        key = self._homes(group)
         if key not in self._links:
             self._links[key] = self._find_link(group)
         return self._links[key]
@@ -157,7 +170,7 @@ class Traffic:
 
     def group_link(self, group: Group) -> GroupLink:
         """The link of ``group``, with the collectives that were measured on it."""
-        key = tuple(group)
+        key = self._homes(group)
         if key not in self._group_links:
             found = self._find_group_link(group)
             self._group_links[key] = self._distinct.setdefault(found, found)

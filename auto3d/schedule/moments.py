@@ -5,12 +5,11 @@ message is released when a later message of its receiver proves that the receive
 that come from the receiver itself count as a proof. So this takes a search a fraction of the time of lowering.
 """
 
-from bisect import bisect_left
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -98,7 +97,23 @@ def _highest(listing: Listing, device: int) -> tuple[Moment, ...]:
 
 @lru_cache(2**14)  # listings are few: shapes of many micro-batches have the same first ones
 def _highest_of(listing: Listing, device: int) -> tuple[Moment, ...]:
-    return _not_exceeded(_counted(listed(listing), device, _messages(listing).changes(device)))
+    table = _counted(listed(listing), device, _messages(listing))
+    groups: defaultdict[Key, dict[bytes, int]] = defaultdict(dict)  # key -> row of counts -> its first step
+    rows = table.counts.astype(">i4")  # big-endian, so that their bytes have the order of the counts: none is negative
+    for step, key in enumerate(table.keys):
+        groups[key].setdefault(rows[step].tobytes(), step)
+    return tuple(table.moment(step) for key in sorted(groups) for step in _not_exceeded(groups[key], table.counts))
+
+
+def _not_exceeded(group: Mapping[bytes, int], counts: np.ndarray) -> list[int]:
+    """The steps of ``group`` whose counts no other step reaches or exceeds in every count, the lowest first."""
+    steps = np.array([group[row] for row in sorted(group, reverse=True)])  # a step comes after those that exceed it
+    found = list[int]()
+    while len(steps):
+        found.append(int(steps[0]))
+        steps = steps[1:]
+        steps = steps[(counts[steps] > counts[found[-1]]).any(axis=1)]
+    return found[::-1]
 
 
 def _keys(listing: Listing, device: int) -> list[Key]:
@@ -110,85 +125,90 @@ def _messages(listing: Listing) -> "_Messages":
     return _Messages(listed(listing))
 
 
-_Counted = tuple[Operation, bool, bool, bool, tuple[int, ...]]
-"""The fields of a Moment: most of those that are counted are not the highest."""
-
-
-def _not_exceeded(moments: Iterable[_Counted]) -> tuple[Moment, ...]:
-    groups: defaultdict[Key, dict[tuple[int, ...], Operation]] = defaultdict(dict)
-    for operation, recomputed, makes_gradients, summing, counts in moments:
-        group = groups[operation.kind, operation.stage, recomputed, makes_gradients, summing]
-        if counts not in group:
-            group[counts] = operation
-    kept: list[Moment] = []
-    for key in sorted(groups):
-        group = groups[key]
-        every = sorted(group, reverse=True)  # a moment comes after those that exceed it
-        table, places, highest = np.array(every), np.arange(len(every)), list[int]()
-        while len(places):
-            highest.append(int(places[0]))
-            places = places[(table[places] > table[places[0]]).any(axis=1)]
-        kept += [Moment(group[every[place]], *key[2:], every[place]) for place in reversed(highest)]
-    return tuple(kept)
-
-
 def all_moments(schedule: Schedule) -> list[list[Moment]]:
     """Per device, one moment for each of its operations, in order."""
     messages = _Messages(schedule)
-    return [
-        [Moment(*counted) for counted in _counted(schedule, device, messages.changes(device))]
-        for device in range(schedule.devices)
-    ]
+    tables = [_counted(schedule, device, messages) for device in range(schedule.devices)]
+    return [list(map(table.moment, range(len(table.keys)))) for table in tables]
 
 
-Change = tuple[int, int, int]
-"""(stage, place of a count, change of it)."""
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The moments of one device: a key and a row of counts for each of its operations."""
+
+    operations: Sequence[Operation]
+    keys: Sequence[Key]
+    counts: np.ndarray  # [operations × counts]
+
+    def moment(self, step: int) -> Moment:
+        return Moment(self.operations[step], *self.keys[step][2:], tuple(self.counts[step].tolist()))
 
 
-def _counted(
-    schedule: Schedule, device: int, changes: Sequence[tuple[Sequence[Change], Sequence[Change]]]
-) -> Iterator[_Counted]:
-    """The moments of ``device``; ``changes`` has what messages change before and after each of its operations."""
+class _Changes:
+    """Changes of the counts of one device, each from a step on. Operation n is step n; what it leaves is step n + 1."""
+
+    def __init__(self, steps: int, stages: Sequence[int]) -> None:
+        self._steps, self._width = steps, len(COUNTS) * len(stages)
+        self._first = np.zeros(1 + max(stages), dtype=int)  # column of the first count, by stage
+        self._first[list(stages)] = len(COUNTS) * np.arange(len(stages))
+        self._cells: list[np.ndarray] = []
+        self._amounts: list[np.ndarray] = []
+
+    def add(self, steps: np.ndarray, stages: np.ndarray, counts: np.ndarray, amounts: np.ndarray) -> None:
+        self._cells.append(steps * self._width + self._first[stages] + counts)
+        self._amounts.append(amounts)
+
+    def summed(self) -> np.ndarray:
+        """[steps × counts]: what is held at each step."""
+        cells, amounts = np.concatenate(self._cells), np.concatenate(self._amounts)
+        changed = np.bincount(cells, amounts, (self._steps + 1) * self._width).astype(int)
+        return changed.reshape(-1, self._width)[: self._steps].cumsum(axis=0)
+
+
+def _counted(schedule: Schedule, device: int, messages: "_Messages") -> _Table:
+    """The moments of ``device``; ``messages`` has those of the whole schedule."""
     operations, stages, slices = schedule.operations[device], stages_of(schedule, device), schedule.slices
-    first = {stage: len(COUNTS) * number for number, stage in enumerate(stages)}
-    held = [0] * (len(COUNTS) * len(stages))
     early: set[tuple[int, int, int]] = set()  # (stage, pipe, micro-batch) recomputed by an R before the backward
-    older = _older_versions(schedule, device) if schedule.weight_version else {}
     splits = {operation.stage for operation in operations if operation.kind is Kind.BACKWARD_WEIGHT}
+    made: set[int] = set()  # stages that have gradients
     summing = False
-    for index, operation in enumerate(operations):
-        kind, stage, count = operation.kind, operation.stage, len(operation.micro_batches)
-        here = first[stage]
-        before, after = changes[index]
-        for user, place, change in before:
-            held[first[user] + place] += change
-        for user, counts in older.items():
-            held[first[user] + _OLDER] = counts[index]
-        recomputed = False
-        if early and kind in _WITH_GRADIENT:
-            recomputed = all((stage, operation.pipe, m) in early for m in operation.micro_batches)
+    keys: list[Key] = []
+    own: list[tuple[int, int, int, int]] = []  # step, stage, count, amount
+    for step, operation in enumerate(operations):
+        kind, stage, numbers, pipe = operation
+        count, recomputed = len(numbers), False
         if kind is Kind.FORWARD:
-            held[here + _IN_FLIGHT] += count
+            own.append((step, stage, _IN_FLIGHT, count))
+        elif kind in _WITH_GRADIENT:
+            recomputed = bool(early) and all((stage, pipe, m) in early for m in numbers)
+            own.append((step + 1, stage, _IN_FLIGHT, -count))
+            if recomputed:
+                own.append((step + 1, stage, _RECOMPUTED, -count))
+            if kind is Kind.BACKWARD_INPUT and stage in splits:
+                own.append((step + 1, stage, _DEFERRED, count))
+            if slices > 1:
+                begun, ended = _slice_gradients(operation, slices)
+                own += [(step, stage, _SLICE_GRADIENTS, begun), (step + 1, stage, _SLICE_GRADIENTS, ended)]
+        elif kind is Kind.BACKWARD_WEIGHT:
+            own.append((step + 1, stage, _DEFERRED, -count))
         elif kind is Kind.RECOMPUTE:
-            held[here + _RECOMPUTED] += count
-            early.update((stage, operation.pipe, m) for m in operation.micro_batches)
+            own.append((step, stage, _RECOMPUTED, count))
+            early.update((stage, pipe, m) for m in numbers)
         elif kind is Kind.SYNC:
             summing = True
-        begun, ended = _slice_gradients(operation, slices) if slices > 1 else (0, 0)
-        held[here + _SLICE_GRADIENTS] += begun
-        makes = kind in _MAKES_GRADIENTS and not held[here + _GRADIENTS]
-        yield operation, recomputed, makes, summing, tuple(held)
+        makes = kind in _MAKES_GRADIENTS and stage not in made
         if makes:
-            held[here + _GRADIENTS] = 1
-        if kind in _WITH_GRADIENT:
-            held[here + _IN_FLIGHT] -= count
-            held[here + _RECOMPUTED] -= count if recomputed else 0
-            held[here + _DEFERRED] += count if kind is Kind.BACKWARD_INPUT and stage in splits else 0
-        elif kind is Kind.BACKWARD_WEIGHT:
-            held[here + _DEFERRED] -= count
-        held[here + _SLICE_GRADIENTS] += ended
-        for user, place, change in after:
-            held[first[user] + place] += change
+            made.add(stage)
+            own.append((step + 1, stage, _GRADIENTS, 1))
+        keys.append((kind, stage, recomputed, makes, summing))
+    changes = _Changes(len(operations), stages)
+    changes.add(*np.array(own, dtype=int).reshape(-1, 4).T)
+    changes.add(*messages.changes(device))
+    counts = changes.summed()
+    if schedule.weight_version:
+        for stage, older in _older_versions(schedule, device).items():
+            counts[:, len(COUNTS) * stages.index(stage) + _OLDER] = older
+    return _Table(operations, keys, counts)
 
 
 def _slice_gradients(operation: Operation, slices: int) -> tuple[int, int]:
@@ -203,121 +223,162 @@ def _slice_gradients(operation: Operation, slices: int) -> tuple[int, int]:
     return (slices, 0) if later == 0 else (0, -2 if later == 1 else -1)
 
 
-_Route = tuple[int, int, int]
-"""What an operation receives and sends, as the number of the message of micro-batch 0, or -1; units of its time."""
+_Row = tuple[int, int, int, tuple[int, ...]]
+"""What an operation receives and sends, as the number of the message of micro-batch 0, or -1; units of its time for
+each micro-batch; its micro-batches."""
 
 
 class _Messages:
     """The messages between neighbouring stages: when each is posted, received, sent and released.
 
-    Messages have numbers: those of one direction, target stage and pipe follow each other by micro-batch.
+    Messages have numbers: those of one direction, target stage and pipe follow each other by micro-batch. Steps have
+    numbers among those of all devices; one more after those of each device stands for its end.
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._last = schedule.stages - 1
+        self._stages = schedule.stages
         self._pipes = 1 + max(pipe for _, pipe in schedule.device_of)
         every = chain.from_iterable(schedule.operations)
-        self._numbers = 1 + max((m for operation in every for m in operation.micro_batches), default=0)
-        self._routes: dict[tuple[Kind, int, int], _Route] = {}
-        count = 2 * schedule.stages * self._pipes * self._numbers
-        self._sender: list[tuple[int, int]] = [(-1, -1)] * count  # device and step that send each message
-        devices = range(schedule.devices)
+        self._micro_batches = 1 + max((m for operation in every for m in operation.micro_batches), default=0)
+        self._routes: dict[tuple[Kind, int, int], tuple[int, int, int]] = {}
         rows = [[(*self._route(o), o.micro_batches) for o in operations] for operations in schedule.operations]
-        totals, steps, ends, ended_at = list(map(len, rows)), [0] * len(rows), [0] * len(rows), [-1] * count
-        walked: list[int] = []  # device of each step
-        walked_until: list[int] = []  # its end, in units of a forward
-        moved = True
-        while moved:  # each device goes on while it can, in turns
-            moved = False
-            for device in devices:
-                row, step, total, clock = rows[device], steps[device], totals[device], ends[device]
-                begun = step
-                while step < total:
-                    receives, sends, units, numbers = row[step]
-                    begin = clock
-                    if receives >= 0:
-                        end = 0
-                        for m in numbers:
-                            end = ended_at[receives + m]
-                            if end < 0:
-                                break
-                            if end > begin:
-                                begin = end
-                        if end < 0:
-                            break
-                    clock = begin + units * len(numbers)
-                    if sends >= 0:
-                        for m in numbers:
-                            ended_at[sends + m] = clock
-                            self._sender[sends + m] = device, step
-                    walked.append(device)
-                    walked_until.append(clock)
-                    step += 1
-                if step > begun:
-                    moved = True
-                    steps[device], ends[device] = step, clock
-        place_of = np.empty(len(walked), dtype=int)
-        place_of[np.argsort(walked_until, kind="stable")] = np.arange(len(walked))
-        # Per device, the places of its steps in one common order.
-        self._places: list[list[int]] = [place_of[np.array(walked, dtype=int) == device].tolist() for device in devices]
+        self._bounds = np.array([*accumulate((len(of_device) + 1 for of_device in rows), initial=0)])
+        numbered = [
+            (step, row)
+            for first, each in zip(self._bounds[:-1], rows, strict=True)
+            for step, row in enumerate(each, first)
+        ]
+        received = np.array([(row[0] + m, step) for step, row in numbered if row[0] >= 0 for m in row[3]], dtype=int)
+        sent = np.array([(row[1] + m, step) for step, row in numbered if row[1] >= 0 for m in row[3]], dtype=int)
+        places = _places(rows, 2 * self._stages * self._pipes * self._micro_batches)
+        self._changes = self._find_changes(len(rows), np.array(places), _by_number(received), _by_number(sent))
+        self._first = np.searchsorted(self._changes[0], self._bounds)
 
-    def _route(self, operation: Operation) -> _Route:
+    def _route(self, operation: Operation) -> tuple[int, int, int]:
         kind, stage, pipe = key = operation.kind, operation.stage, operation.pipe
         if key not in self._routes:
             receives = sends = -1
+            last = self._stages - 1
             if kind is Kind.FORWARD:
-                receives = self._first(0, stage, pipe) if stage else -1
-                sends = self._first(0, stage + 1, pipe) if stage < self._last else -1
+                receives = self._number(0, stage, pipe) if stage else -1
+                sends = self._number(0, stage + 1, pipe) if stage < last else -1
             elif kind in _WITH_GRADIENT:
-                receives = self._first(1, stage, pipe) if stage < self._last else -1
-                sends = self._first(1, stage - 1, pipe) if stage else -1
+                receives = self._number(1, stage, pipe) if stage < last else -1
+                sends = self._number(1, stage - 1, pipe) if stage else -1
             self._routes[key] = receives, sends, 2 if kind is Kind.BACKWARD else 1
         return self._routes[key]
 
-    def _first(self, gradients: int, target: int, pipe: int) -> int:
+    def _number(self, gradient: int, target: int, pipe: int) -> int:
         """The number of the message of micro-batch 0."""
-        return ((gradients * (self._last + 1) + target) * self._pipes + pipe) * self._numbers
+        return ((gradient * self._stages + target) * self._pipes + pipe) * self._micro_batches
 
-    def changes(self, device: int) -> list[tuple[Sequence[Change], Sequence[Change]]]:
-        """What messages change before and after each operation of ``device``."""
-        schedule, places, senders = self._schedule, self._places, self._sender
-        operations, mine = schedule.operations[device], places[device]
-        before: list[list[Change]] = [[] for _ in operations]
-        after: list[list[Change]] = [[] for _ in operations]
-        proved = [0] * schedule.devices  # steps of each peer that have surely ended
-        unreleased: dict[int, deque[tuple[int, int, int]]] = {}  # peer -> (its step, stage, gradients) of messages
-        for step, operation in enumerate(operations):
-            receives, sends, _ = self._routes[operation.kind, operation.stage, operation.pipe]
-            stage, numbers = operation.stage, operation.micro_batches
-            gradients = int(operation.kind is not Kind.FORWARD)
-            if receives >= 0:
-                for m in numbers:
-                    source, sending = senders[receives + m]
-                    if sending >= proved[source]:
-                        proved[source] = sending + 1
-                    if source == device:  # a local message is held until it is used
-                        before[step].append((stage + 1 if gradients else stage - 1, _SENT + gradients, -1))
-                        continue
-                    posted = bisect_left(mine, places[source][sending])
-                    if posted < step:
-                        before[posted].append((stage, _POSTED + gradients, 1))
-                        before[step].append((stage, _POSTED + gradients, -1))
-            peer, added = -1, 0
-            if sends >= 0:
-                target = stage - 1 if gradients else stage + 1
-                peer = schedule.device_of[target, operation.pipe]
-                after[step] += [(stage, _SENT + gradients, 1)] * len(numbers)
-                added = len(numbers) if peer != device else 0
-            for other, kept in unreleased.items():
-                most = SENT_AT_MOST - (added if other == peer else 0)
-                while kept and (kept[0][0] < proved[other] or len(kept) > most):
-                    _, here, of_gradients = kept.popleft()
-                    before[step].append((here, _SENT + of_gradients, -1))
-            if added:
-                posted = bisect_left(places[peer], mine[step])
-                unreleased.setdefault(peer, deque()).extend([(posted, stage, gradients)] * added)
-        return list(zip(before, after, strict=True))
+    def _find_changes(
+        self, devices: int, places: np.ndarray, received: np.ndarray, sent: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Steps, stages, counts and amounts of all changes, in the order of steps.
+
+        ``places`` has the place of each step in one common order, ``received`` and ``sent`` each message's number and
+        step in the order of numbers.
+        """
+        numbers, source, target = sent[:, 0], sent[:, 1], received[:, 1]
+        assert np.array_equal(numbers, received[:, 0]), "a message is not received"
+        numbers //= self._pipes * self._micro_batches
+        gradient, stage = np.divmod(numbers, self._stages)
+        sender = np.where(gradient, stage + 1, stage - 1)
+        device = np.repeat(np.arange(devices), np.diff(self._bounds))
+        # A receive is posted before the first step that ends after the message was sent.
+        many = len(places) + 1
+        posted = np.searchsorted(device * many + places, device[target] * many + places[source])
+        local = device[source] == device[target]  # such a message is held until it is used
+        waits = ~local & (posted < target)
+        released = self._released(devices, device, source[~local], target[~local], posted[~local])
+        changes = [
+            (source + 1, sender, _SENT + gradient, 1),
+            (target[local], sender[local], _SENT + gradient[local], -1),
+            (released, sender[~local], _SENT + gradient[~local], -1),
+            (posted[waits], stage[waits], _POSTED + gradient[waits], 1),
+            (target[waits], stage[waits], _POSTED + gradient[waits], -1),
+        ]
+        steps, stages, counts = (np.concatenate([each[place] for each in changes]) for place in range(3))
+        amounts = np.repeat([each[3] for each in changes], [len(each[0]) for each in changes])
+        order = np.argsort(steps)
+        return steps[order], stages[order], counts[order], amounts[order]
+
+    def _released(
+        self, devices: int, device: np.ndarray, source: np.ndarray, target: np.ndarray, posted: np.ndarray
+    ) -> np.ndarray:
+        """The step before which each message to another device is released by its sender.
+
+        Messages of a pair of devices are released in the order in which they are sent: once a message back proves that
+        the receive is ``posted``, or before the sender keeps more than SENT_AT_MOST of them.
+        """
+        many = len(device) + 1
+        pair, back = device[source] * devices + device[target], device[target] * devices + device[source]
+        told = np.argsort(back * many + target)
+        proved = np.maximum.accumulate(back[told] * many + source[told])
+        found = np.searchsorted(proved, pair * many + posted)
+        at = told[np.minimum(found, len(told) - 1)]
+        end = self._bounds[device[source] + 1] - 1
+        proof = np.where((found < len(told)) & (back[at] == pair), target[at], end)
+        order = np.argsort(pair * many + source, kind="stable")
+        pair, source, proof, end = pair[order], source[order], proof[order], end[order]
+        full = end.copy()
+        same = pair[SENT_AT_MOST:] == pair[:-SENT_AT_MOST]
+        full[:-SENT_AT_MOST][same] = source[SENT_AT_MOST:][same]
+        release = np.maximum(np.minimum(proof, full), source + 1)
+        released = np.empty_like(release)
+        released[order] = np.maximum.accumulate(pair * many + release) - pair * many
+        return released
+
+    def changes(self, device: int) -> tuple[np.ndarray, ...]:
+        """Steps, stages, counts and amounts of what messages change on ``device``."""
+        steps, *rest = (each[self._first[device] : self._first[device + 1]] for each in self._changes)
+        return steps - self._bounds[device], *rest
+
+
+def _by_number(messages: np.ndarray) -> np.ndarray:
+    messages = messages.reshape(-1, 2)
+    return messages[np.argsort(messages[:, 0])]
+
+
+def _places(rows: Sequence[Sequence[_Row]], messages: int) -> list[int]:
+    """Per step of all devices, its place in the order in which steps end; an end of a device is after all of them."""
+    totals, steps, clocks, ended_at = list(map(len, rows)), [0] * len(rows), [0] * len(rows), [-1] * messages
+    walked: list[int] = []  # device of each step
+    walked_until: list[int] = []  # its end, in units of a forward
+    moved = True
+    while moved:  # each device goes on while it can, in turns
+        moved = False
+        for device, row in enumerate(rows):
+            step, total, clock = steps[device], totals[device], clocks[device]
+            begun = step
+            while step < total:
+                receives, sends, units, numbers = row[step]
+                begin = clock
+                if receives >= 0:
+                    end = 0
+                    for m in numbers:
+                        end = ended_at[receives + m]
+                        if end < 0:
+                            break
+                        if end > begin:
+                            begin = end
+                    if end < 0:
+                        break
+                clock = begin + units * len(numbers)
+                if sends >= 0:
+                    for m in numbers:
+                        ended_at[sends + m] = clock
+                walked.append(device)
+                walked_until.append(clock)
+                step += 1
+            if step > begun:
+                moved = True
+                steps[device], clocks[device] = step, clock
+    places: list[list[int]] = [[] for _ in rows]
+    for place, index in enumerate(sorted(range(len(walked)), key=walked_until.__getitem__)):
+        places[walked[index]].append(place)
+    return [place for of_device in places for place in (*of_device, len(walked))]
 
 
 def _older_versions(schedule: Schedule, device: int) -> dict[int, list[int]]:

@@ -1,5 +1,7 @@
 """Messages and collectives: the papers' equations against numbers worked by hand, and shared links."""
 
+from random import Random
+
 import pytest
 
 from auto3d.cluster import Accelerator, BusBandwidths, Cluster, ClusterError, Link, Node
@@ -161,3 +163,27 @@ def test_stages_on_one_device_share_a_tied_weight():
     assert v.tied_s((0, 3), 1e6) == 0
     assert interleaved.tied_s((0, 2), 1e6) == 0
     assert interleaved.tied_s((0, 2, 3), 1e6) == v.tied_s((0, 1), 1e6) > 1e-3
+
+
+@pytest.mark.parametrize("traffic", [Traffic, AmpTraffic])
+def test_links_are_found_once_for_groups_on_alike_nodes(traffic: type[Traffic]):
+    """Beside each other and spread over nodes, in the order of devices and shuffled."""
+    searches = []
+
+    class Counted(traffic):
+        def _find_link(self, group):
+            searches.append(group)
+            return super()._find_link(group)
+
+    fast = Node(devices=8, inside=Link(latency_s=1e-6, bandwidth=3e11), outside=Link(latency_s=1e-5, bandwidth=5e10))
+    slow = Node(devices=4, inside=Link(latency_s=2e-6, bandwidth=1e11), outside=Link(latency_s=2e-5, bandwidth=1e10))
+    cluster = Cluster(nodes=(fast,) * 10 + (slow,) * 10 + (fast,) * 5, device="cuda")
+    devices = list(range(cluster.devices))
+    shuffled = Random(1).sample(devices, len(devices))
+    for order, size, most in ((devices, 4, 2), (devices, 2, 2), (shuffled, 3, len(devices))):
+        searches.clear()
+        groups = [tuple(order[first : first + size]) for first in range(0, len(order) // size * size, size)]
+        together = Counted(cluster, groups)
+        found = [together.group_link(group) for group in groups]
+        assert len(searches) <= most
+        assert found == [traffic(cluster, groups).group_link(group) for group in groups]
