@@ -1,5 +1,6 @@
 """Compares the training of a Plan with plain PyTorch: the run of one rank, the reference, and the bound."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -126,8 +127,9 @@ def run_rank(
     )
     join(world, device=CPU, timeout_s=60)
     try:
+        model_captured = captured(model, samples_at_once(plan))
         rank = build_rank(
-            captured(model, samples_at_once(plan)),
+            model_captured,
             plan,
             settings,
             TRAINED[model][1],
@@ -145,7 +147,8 @@ def run_rank(
             parameters = {name: p.detach().numpy().copy() for name, p in rank.parameters.items()}
             buffers = {name: b.numpy().copy() for name, b in rank.buffers.items()}
             history.append({"result": result, "gradients": gradients, "parameters": parameters, "buffers": buffers})
-        return {"history": history, "predicted": rank.predicted, "shards": dict(rank.shards)}
+        written = model_captured.graph.written_buffers
+        return {"history": history, "predicted": rank.predicted, "shards": dict(rank.shards), "written": written}
     finally:
         leave()
 
@@ -287,9 +290,13 @@ def assert_parity(ranks: list[dict], reference: list[dict], *, tensors: bool = T
 
 
 def assert_buffers(ranks: list[dict], reference: list[dict]) -> None:
-    """For one pipeline: each buffer lives on one rank, and its final value is that of one process."""
-    held = [name for rank in ranks for name in rank["history"][-1]["buffers"]]
-    assert sorted(held) == sorted(reference[-1]["buffers"]), "each buffer lives on one rank"
+    """For one pipeline: a buffer that the model writes to lives on one rank, and all have the values of one process.
+
+    A buffer that it only reads, such as the frequencies of rotary positions, may be on several ranks, or on none.
+    """
+    held = Counter(name for rank in ranks for name in rank["history"][-1]["buffers"])
+    assert {name: held[name] for name in ranks[0]["written"]} == dict.fromkeys(ranks[0]["written"], 1)
+    assert held.keys() <= reference[-1]["buffers"].keys()
     for rank in ranks:
         for name, value in rank["history"][-1]["buffers"].items():
             assert_close(value, reference[-1]["buffers"][name], name, rank["shards"].get(name))
