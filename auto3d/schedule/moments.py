@@ -133,7 +133,7 @@ def all_moments(schedule: Schedule) -> list[list[Moment]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class _MomentTable:
     """The moments of one device: a key and a row of counts for each of its operations."""
 
     operations: Sequence[Operation]
@@ -165,7 +165,7 @@ class _Changes:
         return changed.reshape(-1, self._width)[: self._steps].cumsum(axis=0)
 
 
-def _counted(schedule: Schedule, device: int, messages: "_Messages") -> _Table:
+def _counted(schedule: Schedule, device: int, messages: "_Messages") -> _MomentTable:
     """The moments of ``device``; ``messages`` has those of the whole schedule."""
     operations, stages, slices = schedule.operations[device], stages_of(schedule, device), schedule.slices
     early: set[tuple[int, int, int]] = set()  # (stage, pipe, micro-batch) recomputed by an R before the backward
@@ -208,7 +208,7 @@ def _counted(schedule: Schedule, device: int, messages: "_Messages") -> _Table:
     if schedule.weight_version:
         for stage, older in _older_versions(schedule, device).items():
             counts[:, len(COUNTS) * stages.index(stage) + _OLDER] = older
-    return _Table(operations, keys, counts)
+    return _MomentTable(operations, keys, counts)
 
 
 def _slice_gradients(operation: Operation, slices: int) -> tuple[int, int]:
