@@ -20,6 +20,7 @@ VERBS = {  # verb -> its line in `auto3d --help`; launch/commands/VERB.py define
     "plan": "Search for the fastest plan by prediction; train nothing.",
     "predict": "Predict time and peak memory of each configuration in a CSV file.",
     "profile": "Measure this machine with RECIPE's model, for later predictions.",
+    "recipes": "List the recipes that come with auto3d, or copy some to this folder.",
     "recompute": "Find how little RECIPE's plan must recompute to fit into memory.",
     "report": "Write one HTML page about RECIPE's last sweep or tune, or about a search.",
     "resume": "Continue RECIPE's last sweep, tune or detached training.",
@@ -49,8 +50,17 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(VERBS.items()))
 
 
+def print_version(context: click.Context, option: click.Parameter, asked: bool) -> None:
+    if asked:
+        from launch.commands.version import version_and_commit
+
+        print("auto3d", version_and_commit())
+        context.exit()
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
-@click.version_option(package_name="auto3d", message="auto3d %(version)s")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=print_version,
+              help="Show the version, and the commit that it was made from, and exit.")  # fmt: skip
 @click.pass_context
 def cli(context: click.Context) -> int:
     """Find, run and tabulate the fastest way to train a model with data, tensor and pipeline parallelism.

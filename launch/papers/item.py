@@ -10,7 +10,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from launch.recipe.error import COMMAND_LINE, RecipeError
-from launch.recipe.load import RECIPES, read_yaml
+from launch.recipe.load import read_yaml
+from launch.recipe.shipped import RECIPES
 
 FOLDER = RECIPES / "papers"
 

@@ -36,9 +36,9 @@ from launch.recipe.links import SIDES, AssumedLink, complete_links
 from launch.recipe.overrides import KeyPath, file_names, nested, read_overrides, read_path, replaced, write_path
 from launch.recipe.schema import Recipe
 from launch.recipe.schema_key import AUTO
+from launch.recipe.shipped import RECIPES
 from launch.recipe.words import counted
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 _GROUPS = ", ".join(groups())
 NAMED_GROUPS = {"model": "models", "cluster": "clusters"}  # group -> folder of recipes/ with files that it may name
 

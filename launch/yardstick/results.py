@@ -7,8 +7,9 @@ from statistics import mean
 
 from auto3d.cost.estimate import METHODS
 from launch.model.measured_layers import published
-from launch.recipe.load import RECIPES, load
+from launch.recipe.load import load
 from launch.recipe.settings import cluster
+from launch.recipe.shipped import RECIPES
 from launch.yardstick.measured import MeasuredSet, PublishedRun
 from launch.yardstick.ours import OurModel
 from launch.yardstick.predictors import Predicted, PredictionRequest, Predictor

@@ -9,7 +9,8 @@ import pytest
 
 from launch.model.measured_layers import PUBLISHED
 from launch.model.predictions import predict
-from launch.recipe.load import RECIPES, load
+from launch.recipe.load import load
+from launch.recipe.shipped import RECIPES
 from tests.soak import soak
 
 A100 = {"training.global_batch": "8", "model.config.n_embd": "1024", "model.config.n_layer": "16"}

@@ -8,7 +8,8 @@ import pytest
 
 from launch.model.measured_layers import published
 from launch.model.predictions import plan_rows
-from launch.recipe.load import RECIPES, load
+from launch.recipe.load import load
+from launch.recipe.shipped import RECIPES
 from tests.soak import soak
 
 MIB, GIB = 2**20, 2**30

@@ -8,7 +8,8 @@ import torch
 
 from launch.model.build import build_function
 from launch.model.config_keys import OF_CHECKPOINTS
-from launch.recipe.load import RECIPES, load
+from launch.recipe.load import load
+from launch.recipe.shipped import RECIPES
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_configurations.json").read_text())  # config.json of each
 IMAGES = ["data.inputs={pixel_values: {kind: normal, shape: [3, 224, 224]}, labels: {kind: integers, high: 1000}}"]

@@ -4,8 +4,9 @@ import pytest
 
 from auto3d.cluster import Link
 from launch.recipe.error import RecipeError
-from launch.recipe.load import RECIPES, load
+from launch.recipe.load import load
 from launch.recipe.settings import cluster
+from launch.recipe.shipped import RECIPES
 
 GPUS = "cluster={nodes: 2, devices_per_node: 4, device: cuda}"
 SLOW = Link(latency_s=20e-6, bandwidth=100e9 / 8)  # without an accelerator

@@ -10,9 +10,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launch.recipe.load import RECIPES, RecipeError, load
+from launch.recipe.load import RecipeError, load
 from launch.recipe.overrides import KeyPath, read_path, replaced, write_path
 from launch.recipe.schema import Recipe
+from launch.recipe.shipped import RECIPES
 
 BASE = """
 model: gpt2-tiny

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from launch.recipe.cluster_schema import AcceleratorRecipe
 from launch.recipe.keys import documented_keys, group_schema, groups
-from launch.recipe.load import RECIPES, RecipeError, load
+from launch.recipe.load import RecipeError, load
+from launch.recipe.shipped import RECIPES
 from tests.launch.conftest import GPT2, MINE
 
 EMULATED = ["training.compute=emulated"]

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from launch.recipe.error import RecipeError
-from launch.recipe.load import RECIPES, load
+from launch.recipe.load import load
 from launch.recipe.settings import cluster
+from launch.recipe.shipped import RECIPES
 
 CLUSTERS = sorted(RECIPES.glob("clusters/*.yaml"))
 ACCELERATORS = sorted(RECIPES.glob("accelerators/*.yaml"))

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from auto3d.errors import InputError
-from launch.recipe.load import RECIPES, load
+from launch.recipe.load import load
+from launch.recipe.shipped import RECIPES
 from launch.yardstick.case import case_of
 from launch.yardstick.predictors import NOTHING, Predicted, PredictionRequest
 from launch.yardstick.program import program
