@@ -11,7 +11,7 @@ WORKERS ?= $(shell expr $$(nproc) + 1)
 LAUNCH := $(if $(EXECUTOR),launch.executor=$(EXECUTOR))
 CLUSTER_PROGRAM := slurm/dev-cluster/cluster.py $(if $(FOLDER),--folder $(FOLDER))
 
-.PHONY: help setup sweep tune plan train table reference report paper papers profile test test-quick soak parity zoo bench lint clean
+.PHONY: help setup sweep tune plan train table reference report paper papers profile test test-quick promises soak parity zoo bench lint clean
 .PHONY: cluster-up cluster-down cluster-status
 
 help:  ## list the targets
@@ -60,6 +60,9 @@ test: $(INSTALLED)  ## run all tests but the long ones, on WORKERS processes; AR
 
 test-quick: $(INSTALLED)  ## run only the tests that need no processes and no SLURM, for the edit loop
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) -m 'not soak and not parity and not processes' $(ARGS)
+
+promises: $(INSTALLED)  ## try what README and its pages promise: commands, recipes, papers, the wheel, counts (4 minutes)
+	$(BIN)/python -m pytest --numprocesses $(shell nproc) -m promises $(ARGS)
 
 soak: $(INSTALLED)  ## run the long tests and further cases (an hour) and, if a SLURM cluster is up, inject 34 faults (half an hour)
 	$(BIN)/python -m pytest -m soak $(ARGS)

@@ -43,5 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid.startswith(workers.NOT_QUICK):
             item.add_marker("processes")
+        if item.nodeid.startswith(workers.PROMISES):
+            item.add_marker("promises")
     if hasattr(config, "workerinput"):  # this is a worker of pytest-xdist
         workers.sort_longest_first(items)

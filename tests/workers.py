@@ -9,7 +9,18 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 SLURM = "tests/slurm"
-LONGEST_FIRST = (SLURM, "tests/distributed", "tests/launch", "tests/capture", "tests/runtime")
+PROMISES = "tests/promises"
+COMMANDS = tuple(f"{PROMISES}/test_{name}.py" for name in ("recipes", "papers", "commands"))  # each test on its own
+LONGEST_FIRST = (
+    f"{PROMISES}/test_commands.py",
+    f"{PROMISES}/test_wheel.py",
+    f"{PROMISES}/test_counts.py",
+    SLURM,
+    "tests/distributed",
+    "tests/launch",
+    "tests/capture",
+    "tests/runtime",
+)
 
 NOT_QUICK = (  # tests that start processes, train, wait for SLURM or take a minute: the marker `processes`
     SLURM,
@@ -32,6 +43,8 @@ NOT_QUICK = (  # tests that start processes, train, wait for SLURM or take a min
 
 class FilePerWorker(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(COMMANDS):
+            return nodeid
         return SLURM if nodeid.startswith(SLURM) else nodeid.partition("::")[0]
 
 

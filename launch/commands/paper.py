@@ -7,8 +7,6 @@ import click
 from launch.commands.consoles import err
 from launch.console.progress import sweep_progress
 from launch.papers.item import file_of, names, read_item
-from launch.papers.make import make_item
-from launch.papers.write import write_index, write_item
 
 RESULTS = Path("results/papers")
 
@@ -36,6 +34,10 @@ def paper(items: tuple[str, ...], every: bool, listing: bool, output: Path) -> i
     if not chosen:
         raise click.UsageError(f"name an item, or give --all; there are {', '.join(names())}")
     read = {name: read_item(file_of(name)) for name in chosen}  # all, before the first is made
+    # These imports load torch, which takes seconds, so a list is printed and a bad item refused before them.
+    from launch.papers.make import make_item
+    from launch.papers.write import write_index, write_item
+
     for name, item in read.items():
         with sweep_progress(err) as watcher:
             made = make_item(name, item, file_of(name), watcher)

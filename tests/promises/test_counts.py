@@ -1,0 +1,118 @@
+"""What commands and a training cost, in counts that do not depend on the machine: none grows by a quarter unseen."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+from auto3d.runtime.rank import build_rank
+from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.world import World, join, leave
+from auto3d.schedule import samples_at_once
+from tests.distributed.parity import ADAMW, make_plan
+from tests.models import TRAINED, captured
+from tests.promises.running import run
+
+COMMITTED: dict[str, dict[str, int]] = yaml.safe_load(Path(__file__).with_name("counts.yaml").read_text())
+GROWTH = 1.25
+COUNTED = Path(__file__).with_name("counted.py")
+MODEL = "gpt2"
+
+
+def check(subject: str, found: dict[str, int]) -> None:
+    """Compare with the entries of counts.yaml; every count has an entry, and every entry is counted."""
+    committed = COMMITTED[subject]
+    grown = {
+        name: (committed.get(name), count) for name, count in found.items() if count > GROWTH * committed.get(name, 0)
+    }
+    assert not grown, f"{subject}: {grown} (committed, found); what made them grow? counts.yaml says how to raise one"
+    assert committed.keys() == found.keys()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def counted(command: str, folder: Path, cache: Path) -> dict[str, int]:
+    run(f"{sys.executable} {COUNTED} {folder}/counts.json {command}", folder, cache=cache)
+    return json.loads((folder / "counts.json").read_text())
+
+
+@pytest.mark.parametrize("state", ["empty", "filled"])  # in this order
+def test_counts_of_a_search(state: str, tmp_path: Path, cache: Path):
+    check(f"plan gpt20b, {state} cache", counted("plan gpt20b", tmp_path, cache))
+
+
+@pytest.mark.parametrize("state", ["empty", "filled"])
+def test_counts_of_a_dry_run(state: str, tmp_path: Path, cache: Path):
+    dry_run = "sweep tiny launch.executor=slurm search.max_trials=2 --dry-run"
+    check(f"dry run of tiny, {state} cache", counted(dry_run, tmp_path, cache))
+
+
+def test_modules_of_quick_commands():
+    code = "import sys; from launch.main import main; sys.argv[0] = 'auto3d'\ntry: main()\nexcept SystemExit: pass\n"
+    code += "print('modules', len(sys.modules))"
+    found = {}
+    for command in ("--help", "recipes", "keys", "status tiny"):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *command.split()], capture_output=True, text=True, check=True
+        )
+        found[command] = int(done.stdout.split()[-1])
+    check("modules imported", found)
+
+
+def count_training(world: World, plan: Any) -> dict[str, int]:
+    """Counts of one iteration of a rank, after one that warms it up."""
+    settings = TrainingSettings(iterations=3, optimizer=ADAMW, device="cpu", threads_per_rank=1, timeout_s=60)
+    join(world, device=torch.device("cpu"), timeout_s=60)
+    try:
+        rank = build_rank(captured(MODEL, samples_at_once(plan)), plan, settings, TRAINED[MODEL][1], world)
+        list(rank.executor.run(rank.programs[0], 0))
+        found: Counter[str] = Counter()
+
+        def note(frame: Any, event: str, argument: Any) -> None:
+            found[event] += 1
+
+        def sending(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                found["bytes"] += tensor.numel() * tensor.element_size()
+                return function(tensor, *args, **kwargs)
+
+            return call
+
+        with (
+            patch.object(dist, "isend", sending(dist.isend)),
+            patch.object(dist, "all_reduce", sending(dist.all_reduce)),
+        ):
+            sys.setprofile(note)
+            list(rank.executor.run(rank.programs[1], 1))
+            sys.setprofile(None)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            list(rank.executor.run(rank.programs[2], 2))
+        nodes = sum(event.name.startswith("autograd::engine::evaluate_function") for event in profiler.events())
+        operations = len(rank.programs[1].steps)
+        return {
+            "Python calls per operation": round(found["call"] / operations),
+            "calls of C per operation": round(found["c_call"] / operations),
+            "autograd nodes": nodes,
+            "bytes sent": found["bytes"],
+        }
+    finally:
+        leave()
+
+
+@pytest.mark.parametrize(("dp", "pp"), [(1, 2), (2, 1)])
+def test_counts_of_a_training(dp: int, pp: int, processes: Any):
+    plan = make_plan(MODEL, dp=dp, pp=pp, schedule="1f1b")
+    first, *_ = processes.run(plan.ranks, count_training, plan)
+    check(f"iteration of {MODEL}, dp {dp}, pp {pp}, rank 0", first)

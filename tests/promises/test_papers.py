@@ -1,0 +1,42 @@
+"""Two quick items of every paper are made again, and keep every claim that results/papers/ says they keep."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from launch.papers.item import names
+from tests.promises.running import ROOT, run
+
+QUICK = (
+    "amp-placement",
+    "amp-table1",
+    "chimera-table2",
+    "chimera-table3",
+    "merak-fig3",
+    "merak-table2",
+    "rannc-coarsening",
+    "rannc-fig5",
+)
+TIMED = ("merak-table2",)  # it compares seconds of this machine, which may be busy
+
+
+def test_every_paper_has_two():
+    papers = {name.partition("-")[0] for name in names()}
+    assert all(sum(item.startswith(f"{paper}-") for item in QUICK) >= 2 for paper in papers)
+
+
+@pytest.mark.parametrize("item", QUICK)
+def test_an_item_keeps_its_claims(item: str, tmp_path: Path):
+    run(f"auto3d paper {item} --output made", tmp_path)
+    committed, made = ROOT / "results/papers" / f"{item}-claims.csv", tmp_path / "made" / f"{item}-claims.csv"
+    assert made.is_file() == committed.is_file()
+    if committed.is_file():
+        ours, known = verdicts(made), verdicts(committed)
+        assert ours.keys() == known.keys()
+        assert item in TIMED or ours == known
+
+
+def verdicts(file: Path) -> dict[str, str]:
+    with file.open() as rows:
+        return {row["claim"]: row["verdict"].partition(",")[0] for row in csv.DictReader(rows)}

@@ -1,0 +1,48 @@
+"""Every recipe is planned from an empty cache, and those for a cluster print the scripts of their jobs."""
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.promises.running import ROOT, run
+
+RECIPES = sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml"))
+LONGEST_FIRST = sorted(RECIPES, key=lambda name: (name[:3] != "gpt", name))
+SCRIPTS = ("gpt20b", "mixed", "tiny")
+
+
+@cache
+def published_plans() -> dict[str, tuple[str, str]]:
+    """Recipe -> the seconds and the degrees of its best plan in results/search/planning.md."""
+    text = (ROOT / "results/search/planning.md").read_text()
+    rows = re.findall(r"^\| (\S+) +\|.* ([\d.]+) s: (dp \d+ × tp \d+ × pp \d+), ", text, re.MULTILINE)
+    return {name: (seconds, degrees) for name, seconds, degrees in rows}
+
+
+@pytest.mark.parametrize("name", LONGEST_FIRST)
+def test_a_recipe_is_planned_from_an_empty_cache(name: str, tmp_path: Path):
+    short = "search.order_seconds=1" if "synthesized" in (ROOT / f"recipes/{name}.yaml").read_text() else ""
+    printed = run(f"auto3d plan {name} {short}", tmp_path, cache=tmp_path / "cache")
+    assert "why the best is best" in printed
+    best = re.search(r"^([\d.]+) +(\d+) +(\d+) +(\d+) ", printed, re.MULTILINE)
+    assert best, printed
+    if name in published_plans():
+        seconds, dp, tp, pp = best.groups()
+        assert published_plans()[name] == (f"{float(seconds):.4g}", f"dp {dp} × tp {tp} × pp {pp}")
+    if name in SCRIPTS:
+        dry_run = f"auto3d sweep {name} launch.executor=slurm search.max_trials=2 --dry-run"
+        check_scripts(run(dry_run, tmp_path, cache=tmp_path / "cache"))
+
+
+def check_scripts(printed: str) -> None:
+    """The shell takes the scripts that a dry run prints."""
+    scripts = re.split(r"(?m)^(?=#!/bin/bash)", printed)[1:]
+    assert scripts, printed[-2000:]
+    for script in scripts:
+        assert "#SBATCH --nodes=" in script
+        assert "srun" in script
+        text = "\n".join(line for line in script.splitlines() if not line.startswith("auto3d"))
+        assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).returncode == 0, text
