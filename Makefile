@@ -11,7 +11,7 @@ WORKERS ?= $(shell expr $$(nproc) + 1)
 LAUNCH := $(if $(EXECUTOR),launch.executor=$(EXECUTOR))
 CLUSTER_PROGRAM := slurm/dev-cluster/cluster.py $(if $(FOLDER),--folder $(FOLDER))
 
-.PHONY: help setup sweep tune plan train table reference report paper papers profile test test-quick promises soak parity zoo bench lint clean
+.PHONY: help setup sweep tune plan train table reference report paper papers profile test test-quick promises soak parity release zoo bench lint clean
 .PHONY: cluster-up cluster-down cluster-status
 
 help:  ## list the targets
@@ -71,6 +71,9 @@ soak: $(INSTALLED)  ## run the long tests and further cases (an hour) and, if a 
 parity: $(INSTALLED)  ## compare every schedule on every model with one process; writes results/parity.md (most of an hour)
 	$(BIN)/python -m pytest -m parity $(ARGS)
 	$(BIN)/python -m tests.distributed.parity_report
+
+release: $(INSTALLED)  ## run all parts of a release that are out of date, for hours, or PART="parity zoo"; writes results/README.md
+	$(BIN)/python -m tests.release $(PART)
 
 zoo: $(INSTALLED)  ## compare 400 other models with plain PyTorch; writes results/zoo.md (20 minutes); ARGS="--only llama" selects
 	$(BIN)/python -m tests.zoo $(if $(ARGS),$(ARGS),--write)

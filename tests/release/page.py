@@ -1,0 +1,83 @@
+"""results/README.md: the newest record of every part of a release, with what missed its target and why."""
+
+from pathlib import Path
+
+import yaml
+from tabulate import tabulate
+
+from tests.release.parts import PARTS, Part
+from tests.release.records import Figure, Record, changed_since, records_of
+
+FILE = Path("results/README.md")
+MISSED: dict[str, str] = yaml.safe_load(Path(__file__).with_name("missed.yaml").read_text()) or {}
+HEADINGS = ("part", "commit", "date", "command", "seconds", "result", "targets met", "state")
+TEXT = """# Results
+
+Written by `make release`; `make release PART=NAME` runs one part, and `make release PART=page` only writes this page.
+Each part keeps every run with its commit in `results/release/`. *out of date*: files that the part tries were changed
+after that commit.
+
+{table}
+
+## Targets that are missed
+
+{missed}
+
+## Machines
+
+{machines}
+"""
+
+
+def state_of(part: Part) -> str:
+    """What is to be said about the newest record of ``part``."""
+    records = records_of(part)
+    if not records:
+        return "never run"
+    if records[-1].code:
+        return f"**failed** (exit code {records[-1].code})"
+    if unexplained(records[-1]):
+        return "**misses a target without a reason**"
+    try:
+        changed = changed_since(records[-1], part)
+    except ValueError:
+        return "out of date: its commit is unknown here"
+    return f"out of date: {len(changed)} files changed" if changed else "current"
+
+
+def unexplained(record: Record) -> list[Figure]:
+    """The figures that miss their targets and have no reason in missed.yaml."""
+    return [figure for figure in record.figures if not figure.met and figure.what not in MISSED]
+
+
+def page() -> str:
+    rows, missed, machines = [], [], {}
+    for part in PARTS:
+        records = records_of(part)
+        if not records:
+            rows.append((part.name, "", "", f"`{part.command}`", "", "", "", "never run"))
+            continue
+        last = records[-1]
+        machines.setdefault(last.machine, []).append(part.name)
+        met = sum(figure.met for figure in last.figures)
+        state = state_of(part)
+        targets = f"{met} of {len(last.figures)}" if last.figures else "–"
+        rows.append(
+            (
+                part.name,
+                last.commit,
+                last.date,
+                f"`{last.command}`",
+                f"{last.seconds:.0f}",
+                last.summary,
+                targets,
+                state,
+            )
+        )
+        short = [figure for figure in last.figures if not figure.met]
+        missed += [f"- {part.name}: {one}. {MISSED.get(one.what, '**no reason given**')}" for one in short]
+    return TEXT.format(
+        table=tabulate(rows, HEADINGS, tablefmt="github", disable_numparse=True),
+        missed="\n".join(missed) or "None.",
+        machines="\n".join(f"- {machine}: {', '.join(names)}" for machine, names in machines.items()) or "None.",
+    )

@@ -1,0 +1,85 @@
+"""What a part of a release found, kept in results/release/PART.jsonl: one line for each run, the newest last."""
+
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.release.parts import ROOT, Part
+
+FOLDER = Path("results/release")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One figure of a part beside the wish for it."""
+
+    what: str
+    found: float
+    wish: float
+    unit: str = ""
+    least: bool = False  # the figure should be no less than that; else no more
+
+    @property
+    def met(self) -> bool:
+        return self.found >= self.wish if self.least else self.found <= self.wish
+
+    def __str__(self) -> str:
+        sign = "≥" if self.least else "≤"
+        return f"{self.what}: {self.found:,.4g}{self.unit} ({sign} {self.wish:,.4g}{self.unit})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    commit: str
+    date: str
+    machine: str
+    command: str
+    seconds: float
+    code: int  # exit code of the command
+    summary: str  # the last line that it printed
+    figures: tuple[Figure, ...]
+
+
+def add_record(part: Part, record: Record) -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / f"{part.name}.jsonl").open("a") as file:
+        file.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
+
+
+def records_of(part: Part) -> list[Record]:
+    """All records of ``part``, oldest first."""
+    file = FOLDER / f"{part.name}.jsonl"
+    return [_read(json.loads(line)) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def _read(fields: dict[str, Any]) -> Record:
+    return Record(**fields | {"figures": tuple(Figure(**figure) for figure in fields["figures"])})
+
+
+def changed_since(record: Record, part: Part) -> list[str]:
+    """The files that ``part`` tries and that were changed after the commit of ``record``.
+
+    Raises ValueError if that commit is not known here.
+    """
+    if _git("cat-file", "-t", record.commit).strip() != "commit":
+        raise ValueError(f"{part.name}: its commit {record.commit} is not known here")
+    return _git("diff", "--name-only", record.commit, "--", *part.tests).split()
+
+
+def commit_here() -> str:
+    """The commit of the clone; raises ValueError if tracked files were changed after it."""
+    if changed := _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results").strip():
+        raise ValueError(f"commit these first, since a figure is kept with its commit:\n{changed}")
+    return _git("rev-parse", "--short=12", "HEAD").strip()
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+
+
+def read_figures(file: Path) -> Sequence[Figure]:
+    """The figures that benchmarks wrote to the file of AUTO3D_FIGURES."""
+    return [Figure(**json.loads(line)) for line in file.read_text().splitlines()] if file.is_file() else []
