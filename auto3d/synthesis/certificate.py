@@ -6,8 +6,8 @@ from math import inf
 
 from auto3d.errors import InputError
 from auto3d.schedule.operation import Kind, Schedule
+from auto3d.synthesis.apart import optimum_apart
 from auto3d.synthesis.bound import Bound, lower_bound
-from auto3d.synthesis.exact import optimum
 from auto3d.synthesis.problem import Problem, peaks
 
 TOLERANCE = 1e-8  # relative; makespans and bounds are sums of floats
@@ -104,10 +104,10 @@ def _bound(problem: Problem) -> Bound:
 def _solved(problem: Problem, fast: Bound, seconds: float) -> Bound:
     """The better of ``fast`` and the bound of an exact solver after ``seconds``."""
     try:
-        solved = optimum(problem, seconds=seconds)
+        solved = optimum_apart(problem, seconds=seconds)
     except InputError as error:
         return Bound(time=inf, reason=str(error))
-    if solved.lower_bound <= fast.time:
+    if solved is None or solved.lower_bound <= fast.time:
         return fast
     reason = "optimum of an exact solver" if solved.proven else f"an exact solver's bound after {seconds:.3g} s"
     return Bound(time=solved.lower_bound, reason=reason)

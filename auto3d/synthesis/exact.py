@@ -55,6 +55,7 @@ def optimum(problem: Problem, *, seconds: float) -> Optimum:
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = WORKERS
+    solver.parameters.cut_level = 0  # with cuts, OR-tools 9.15 aborts on some problems: "Check failed: threshold > 0"
     solver.parameters.catch_sigint_signal = False  # an interrupt ends the command, not only the solver
     status = solver.solve(orders.model)
     if status == cp_model.INFEASIBLE:

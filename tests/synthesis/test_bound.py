@@ -72,6 +72,16 @@ def test_certificate_of_a_small_problem_is_the_optimum() -> None:
         certificate([problem], best, 30.0, seconds=0)
 
 
+@pytest.mark.parametrize("end", ["import os; os.abort()", "import sys; sys.exit(1)", "import time; time.sleep(60)"])
+def test_a_solver_that_ends_or_hangs_leaves_the_fast_bound(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("auto3d.synthesis.apart._CODE", end)
+    monkeypatch.setattr("auto3d.synthesis.apart.START_S", 0.5)
+    problem = random_problem(158)
+    best = optimum(problem, seconds=60).schedule
+    assert best is not None
+    assert certificate([problem], best, 40.0, seconds=0.5) == certificate([problem], best, 40.0, seconds=0)
+
+
 def test_certificate_of_several_problems_has_the_least_bound() -> None:
     """Problems in which no order fits the memory do not count; if all are such, there is no certificate."""
     roomy, tight, impossible = (straight(4, 8, free=free) for free in (4.0, 2.0, 0.5))
