@@ -23,13 +23,14 @@ def run(
 ) -> str:
     """Standard output and standard error of ``command`` in ``folder``, which must end with the exit code ``code``.
 
-    ``programs`` is the folder with `auto3d`; ``cache`` is that of captures (default: the one that all tests share).
+    ``programs`` is the folder with `auto3d`, for which PROGRAMS stands in ``command`` too; ``cache`` is that of
+    captures (default: the one that all tests share).
     """
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
     if cache is not None:
         environment["AUTO3D_CACHE"] = str(cache)
     done = subprocess.run(
-        shlex.split(command, comments=True),
+        shlex.split(command.replace("PROGRAMS/", f"{programs}/"), comments=True),
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,

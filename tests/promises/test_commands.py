@@ -7,12 +7,11 @@ it is written. What is not run at all is reported with its reason.
 import csv
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.promises.running import ROOT, run
+from tests.promises.running import PROGRAMS, ROOT, run
 
 WHOLE = "AUTO3D_WHOLE" in os.environ
 README = (ROOT / "README.md").read_text()
@@ -23,7 +22,7 @@ NAMES = {  # what a reader replaces by a name of their own
     "--candidates FILE.csv [--out FILE.csv]": "--candidates rows.csv --out predicted.csv",
     "--measurements FILE.csv": "--measurements m.csv",
     "[--plan FILE] [--svg FILE.svg] [--json]": "--svg memory.svg --json",
-    ".venv/bin/auto3d": str(Path(sys.executable).with_name("auto3d")),
+    ".venv/bin/auto3d": "PROGRAMS/auto3d",
 }
 HERE = "search.micro_batch_size=[2] launch.executor=local"
 TWO = f"search.dp=[1] search.pp=[1,2] search.tp=[1] search.schedule=[1f1b] {HERE}"
@@ -39,7 +38,9 @@ INSTEAD = {  # command -> a smaller one of the same kind
     "auto3d sweep tiny 'search.engine=[auto3d,ddp,fsdp]'": (
         f"auto3d sweep tiny search.dp=[2] search.tp=[1] search.pp=[1] 'search.engine=[auto3d,ddp]' {HERE}"
     ),
-    "auto3d sweep emulated": "auto3d sweep emulated 'search.schedule=[1f1b]'",
+    "auto3d sweep emulated": (
+        "auto3d sweep emulated 'search.schedule=[1f1b]' training.global_batch=16 measure.iterations=1"
+    ),
     "auto3d train tiny training.checkpoint_every=20": f"auto3d train tiny training.checkpoint_every=2 {FEW}",
     "auto3d export tiny exported": f"auto3d export tiny exported training.checkpoint_every=2 {FEW}",
     "auto3d train tiny --fresh --trace": f"auto3d train tiny --fresh --trace {FEW}",
@@ -54,8 +55,8 @@ INSTEAD = {  # command -> a smaller one of the same kind
     "auto3d export tiny out training.checkpoint_every=100": (
         f"auto3d export tiny out training.checkpoint_every=2 {FEW} plan.pp=4"
     ),
-    "auto3d profile tiny": "auto3d profile tiny cluster.devices_per_node=2",
-    "auto3d profile RECIPE": "auto3d profile tiny cluster.devices_per_node=2",
+    "auto3d profile tiny": "auto3d profile tiny cluster.devices_per_node=1",
+    "auto3d profile RECIPE": "auto3d profile tiny cluster.devices_per_node=1",
     "auto3d doctor tiny --devices --report doctor.md": (
         "auto3d doctor tiny --devices --report doctor.md cluster.devices_per_node=2"
     ),
@@ -153,10 +154,14 @@ def put_files(folder: Path) -> None:
 
 @pytest.mark.timeout(3600 if WHOLE else 300)
 @pytest.mark.parametrize("page", PAGES)
-def test_the_commands_of_a_page_run_in_order(page: str, tmp_path: Path):
-    put_files(tmp_path)
+def test_the_commands_of_a_page_run_in_order(page: str, tmp_path: Path, request: pytest.FixtureRequest):
+    """Those of README run from the wheel, in a folder of a user's; the others from the clone."""
+    programs = request.getfixturevalue("wheel") if page == "README.md" else PROGRAMS
+    folder = tmp_path / "own folder"
+    folder.mkdir()
+    put_files(folder)
     for command in (*BEFORE.get(page, ()), *own_commands(page)):
-        run(command, tmp_path, timeout_s=1800 if WHOLE else 120)
+        run(command, folder, programs=programs, timeout_s=1800 if WHOLE else 120)
 
 
 @pytest.mark.parametrize(
