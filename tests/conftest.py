@@ -12,6 +12,8 @@ import transformers
 from tests import workers
 from tests.processes import ProcessPool
 
+for name in [name for name in os.environ if name.startswith("SLURM_")]:  # a cluster's, to which tests would submit
+    del os.environ[name]
 torch.set_num_threads(1)  # before anything runs: the pool forks this process
 transformers.logging.set_verbosity_error()
 hypothesis.settings.register_profile(  # other workers of `make test` make an example slow

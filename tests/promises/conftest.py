@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.promises.running import ROOT
+from tests.slurm.conftest import present_cluster  # noqa: F401 (a fixture)
 
 TORCHRUN = "#!{python}\nfrom torch.distributed.run import main\n\nmain()\n"
 

@@ -2,9 +2,9 @@
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,13 +20,14 @@ def run(
     cache: Path | None = None,
     timeout_s: float = TIMEOUT_S,
     code: int = 0,
+    variables: Mapping[str, str] | None = None,
 ) -> str:
     """Standard output and standard error of ``command`` in ``folder``, which must end with the exit code ``code``.
 
     ``programs`` is the folder with `auto3d`, for which PROGRAMS stands in ``command`` too; ``cache`` is that of
-    captures (default: the one that all tests share).
+    captures (default: the one that all tests share), and ``variables`` are added to the environment.
     """
-    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+    environment = {**os.environ, **(variables or {}), "PATH": f"{programs}:{os.environ['PATH']}"}
     if cache is not None:
         environment["AUTO3D_CACHE"] = str(cache)
     done = subprocess.run(
@@ -42,7 +43,3 @@ def run(
     )
     assert done.returncode == code, f"{command}: exit code {done.returncode}\n{done.stdout[-3000:]}"
     return done.stdout
-
-
-def has_slurm() -> bool:
-    return shutil.which("sinfo") is not None and not subprocess.run(["sinfo"], capture_output=True).returncode

@@ -1,12 +1,12 @@
 """The wheel of this tree does what the clone does, in a folder of a user's; test_commands.py runs README's with it."""
 
-import os
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.promises.running import ROOT, has_slurm, run
+from tests.promises.running import ROOT, run
+from tests.slurm.conftest import SlurmCluster
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,9 @@ def test_models_clusters_papers_and_published_measurements_are_found(wheel: Path
     assert "megatron-sc21" in scored
 
 
-def test_trials_on_slurm_find_the_same_installation(wheel: Path, folder: Path):
-    if not has_slurm():
-        assert "AUTO3D_REQUIRE_SLURM" not in os.environ, "no SLURM cluster answers"
-        pytest.skip("no SLURM cluster answers: trials of an installed wheel on compute nodes were not tried")
+def test_trials_on_slurm_find_the_same_installation(wheel: Path, folder: Path, present_cluster: SlurmCluster):
     space = "search.pp=[2] search.dp=[1] search.tp=[1] search.schedule=[1f1b] search.micro_batch_size=[4]"
-    assert "1 ok" in run(f"auto3d sweep tiny launch.executor=slurm training.seed=2 {space}", folder, programs=wheel)
+    slurm = {name: value for name, value in present_cluster.environment.items() if name != "PYTHONPATH"}  # the clone
+    command = f"auto3d sweep tiny launch.executor=slurm training.seed=2 {space}"
+    run(command, folder, programs=wheel, variables=slurm)
+    assert re.search(r"\| ok +\|", (folder / "tables/tiny/table.md").read_text())
