@@ -61,7 +61,7 @@ test: $(INSTALLED)  ## run all tests but the long ones, on WORKERS processes; AR
 test-quick: $(INSTALLED)  ## run only the tests that need no processes and no SLURM, for the edit loop
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) -m 'not soak and not parity and not processes' $(ARGS)
 
-promises: $(INSTALLED)  ## try what README and its pages promise: commands, recipes, papers, the wheel, counts (4 minutes)
+promises: $(INSTALLED)  ## try what README and its pages promise: commands, recipes, papers, the wheel, counts (5 minutes)
 	$(BIN)/python -m pytest --numprocesses $(shell nproc) -m promises $(ARGS)
 
 soak: $(INSTALLED)  ## run the long tests and further cases (an hour) and, if a SLURM cluster is up, inject 34 faults (half an hour)

@@ -19,7 +19,7 @@ class BuildWithShippedFiles(build_py):
         if self.editable_mode:  # the clone has them
             return
         shipped = Path(self.build_lib) / "launch" / "shipped"
-        shutil.rmtree(shipped, ignore_errors=True)  # what an earlier build left
+        shutil.rmtree(shipped, ignore_errors=True)  # an earlier build may have left files
         for file in (file for pattern in FILES for file in Path().glob(pattern) if file.is_file()):
             (shipped / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, shipped / file)

@@ -7,7 +7,7 @@ import pytest
 from tests.release import __main__ as release
 from tests.release import page, records
 from tests.release.parts import PARTS, ROOT, Part
-from tests.release.records import Figure
+from tests.targets import Target
 
 CODE = """
 from tests.targets import Target, end
@@ -44,8 +44,8 @@ def test_a_run_is_kept_with_its_figures_and_is_out_of_date_after_a_change_of_wha
     (record,) = records.records_of(tried)
     assert record.code == 0
     assert record.figures == (
-        Figure(what="error", found=4, wish=5, unit=" %"),
-        Figure(what="rate", found=3, wish=2, least=True),
+        Target(what="error", found=4, wish=5, unit=" %"),
+        Target(what="rate", found=3, wish=2, least=True),
     )
     change(repository, "two")
     assert page.state_of(tried) == "current"

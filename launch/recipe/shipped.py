@@ -19,7 +19,7 @@ _NAMED = ("models", "clusters", "accelerators", "papers", "published")  # folder
 
 @dataclass(frozen=True)
 class ShippedRecipe:
-    name: str  # as in `auto3d plan NAME`
+    name: str  # the RECIPE of `auto3d plan RECIPE`
     about: str  # first sentence of its file
 
 

@@ -17,7 +17,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment with this tree's wheel and all packages of this one, but without the clone."""
     source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in tracked.splitlines():  # what the clone holds beside them, such as an older build, must not get in
+    for name in tracked.splitlines():  # an older build in the clone must not get in
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())

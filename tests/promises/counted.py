@@ -13,11 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-METHODS = {
-    "processes": (
-        "multiprocessing.process",
-        "BaseProcess.start",
-    ),  # what is counted: where the function is looked up whenever it is called
+METHODS = {  # name of a count -> module and path of the function, where each call looks it up
+    "processes": ("multiprocessing.process", "BaseProcess.start"),
     "captures": ("torch.export", "export"),
     "simulations": ("auto3d.cost.model", "CostModel.seconds"),
     "estimates of memory": ("auto3d.cost.memory.plan", "PlanMemory.of_device"),

@@ -17,7 +17,7 @@ WHOLE = "AUTO3D_WHOLE" in os.environ
 README = (ROOT / "README.md").read_text()
 PAGES = ["README.md", *dict.fromkeys(re.findall(r"\]\((docs/\w+\.md)\)", README))]
 COMMAND = re.compile(r"^    ((?:auto3d|torchrun|make|sbatch|python) .*)$", re.MULTILINE)
-NAMES = {  # what a reader replaces by a name of their own
+NAMES = {  # placeholder of a page -> a name that a reader may give
     "RECIPE": "tiny",
     "--candidates FILE.csv [--out FILE.csv]": "--candidates rows.csv --out predicted.csv",
     "--measurements FILE.csv": "--measurements m.csv",
@@ -110,7 +110,7 @@ ELSEWHERE = {  # a command, or how it begins -> what tries it instead
     "torchrun --nproc-per-node=4 example.py": "tests/test_python_api.py, which runs the program of the page",
     "torchrun --nproc-per-node=4 script.py": "tests/trainer/test_examples.py, which runs the scripts in examples/",
 }
-BEFORE = {"docs/cost.md": (f"auto3d sweep tiny {TWO}",)}  # what a reader of the page has run
+BEFORE = {"docs/cost.md": (f"auto3d sweep tiny {TWO}",)}  # page -> commands that its reader has run
 PLACEHOLDER = re.compile(r"\[--?\w|\b[A-Z]{4,}\b|…")
 
 

@@ -6,7 +6,8 @@ import yaml
 from tabulate import tabulate
 
 from tests.release.parts import PARTS, Part
-from tests.release.records import Figure, Record, changed_since, records_of
+from tests.release.records import Record, changed_since, records_of
+from tests.targets import Target
 
 FILE = Path("results/README.md")
 MISSED: dict[str, str] = yaml.safe_load(Path(__file__).with_name("missed.yaml").read_text()) or {}
@@ -45,9 +46,14 @@ def state_of(part: Part) -> str:
     return f"out of date: {len(changed)} files changed" if changed else "current"
 
 
-def unexplained(record: Record) -> list[Figure]:
+def unexplained(record: Record) -> list[Target]:
     """The figures that miss their targets and have no reason in missed.yaml."""
-    return [figure for figure in record.figures if not figure.met and figure.what not in MISSED]
+    return [figure for figure in record.figures if figure.missed and figure.what not in MISSED]
+
+
+def _compared(figure: Target) -> str:
+    sign = "≥" if figure.least else "≤"
+    return f"{figure.what}: {figure.found:,.4g}{figure.unit} ({sign} {figure.wish:,.4g}{figure.unit})"
 
 
 def page() -> str:
@@ -59,23 +65,12 @@ def page() -> str:
             continue
         last = records[-1]
         machines.setdefault(last.machine, []).append(part.name)
-        met = sum(figure.met for figure in last.figures)
+        short = [figure for figure in last.figures if figure.missed]
         state = state_of(part)
-        targets = f"{met} of {len(last.figures)}" if last.figures else "–"
-        rows.append(
-            (
-                part.name,
-                last.commit,
-                last.date,
-                f"`{last.command}`",
-                f"{last.seconds:.0f}",
-                last.summary,
-                targets,
-                state,
-            )
-        )
-        short = [figure for figure in last.figures if not figure.met]
-        missed += [f"- {part.name}: {one}. {MISSED.get(one.what, '**no reason given**')}" for one in short]
+        targets = f"{len(last.figures) - len(short)} of {len(last.figures)}" if last.figures else "–"
+        run = last.commit, last.date, f"`{last.command}`", f"{last.seconds:.0f}", last.summary
+        rows.append((part.name, *run, targets, state))
+        missed += [f"- {part.name}: {_compared(one)}. {MISSED.get(one.what, '**no reason given**')}" for one in short]
     return TEXT.format(
         table=tabulate(rows, HEADINGS, tablefmt="github", disable_numparse=True),
         missed="\n".join(missed) or "None.",

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ENGINE = ("auto3d",)
 SEARCH = ("auto3d/capture", "auto3d/cost", "auto3d/partition", "auto3d/schedule", "auto3d/search", "auto3d/simulate",
           "auto3d/tensor", "launch/model", "recipes")  # fmt: skip
 RUNTIME = (

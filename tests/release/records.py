@@ -8,27 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.release.parts import ROOT, Part
+from tests.targets import Target
 
 FOLDER = Path("results/release")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One figure of a part beside the wish for it."""
-
-    what: str
-    found: float
-    wish: float
-    unit: str = ""
-    least: bool = False  # the figure should be no less than that; else no more
-
-    @property
-    def met(self) -> bool:
-        return self.found >= self.wish if self.least else self.found <= self.wish
-
-    def __str__(self) -> str:
-        sign = "≥" if self.least else "≤"
-        return f"{self.what}: {self.found:,.4g}{self.unit} ({sign} {self.wish:,.4g}{self.unit})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +22,7 @@ class Record:
     seconds: float
     code: int  # exit code of the command
     summary: str  # the last line that it printed
-    figures: tuple[Figure, ...]
+    figures: tuple[Target, ...]
 
 
 def add_record(part: Part, record: Record) -> None:
@@ -56,7 +38,7 @@ def records_of(part: Part) -> list[Record]:
 
 
 def _read(fields: dict[str, Any]) -> Record:
-    return Record(**fields | {"figures": tuple(Figure(**figure) for figure in fields["figures"])})
+    return Record(**fields | {"figures": tuple(Target(**figure) for figure in fields["figures"])})
 
 
 def changed_since(record: Record, part: Part) -> list[str]:
@@ -80,6 +62,6 @@ def _git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout
 
 
-def read_figures(file: Path) -> Sequence[Figure]:
+def read_figures(file: Path) -> Sequence[Target]:
     """The figures that benchmarks wrote to the file of AUTO3D_FIGURES."""
-    return [Figure(**json.loads(line)) for line in file.read_text().splitlines()] if file.is_file() else []
+    return [Target(**json.loads(line)) for line in file.read_text().splitlines()] if file.is_file() else []
