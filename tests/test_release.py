@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from launch.report.release import Target
 from tests.release import __main__ as release
 from tests.release import page, records
 from tests.release.parts import PARTS, ROOT, Part
-from tests.targets import Target
 
 CODE = """
-from tests.targets import Target, end
+from launch.report.release import Target
+from tests.targets import end
 end([Target(what='error', found={found}, wish=5, held=9, unit=' %'), Target(what='rate', found=3, wish=2, least=True)])
 """
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.targets import Target, end
+from launch.report.release import Target
+from tests.targets import end
 
 
 def test_a_missed_target_ends_with_exit_code_1(capsys):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from auto3d.errors import InputError
 from launch.commands.consoles import err
 from launch.commands.options import OUTPUT_FILE, recipe_command
 from launch.console.output import write_text
@@ -13,6 +14,7 @@ from launch.recipe.load import load
 from launch.recipe.words import counted
 from launch.report.data import report_of
 from launch.report.page import page_of
+from launch.report.release import is_release, release_page
 
 
 @recipe_command
@@ -23,7 +25,12 @@ def report(recipe: str, overrides: tuple[str, ...], file: str | None) -> int:
     The page has the table, predicted against measured times, timelines, memory over time, where the time goes, and the
     reasons of refused candidates. It needs no network, and no folder of this machine stands in it. Where nothing was
     measured, it shows the search of `auto3d plan`, and says so.
+
+    For a folder with records of `make release` in place of RECIPE, such as results/release, it is the report of that
+    release: the runs of each part, and the history of each figure beside its target.
     """
+    if is_release(Path(recipe)):
+        return _report_release(Path(recipe), overrides, file)
     loaded = load(recipe, overrides)
     with search_progress(err) as tell:
         made = report_of(loaded, tell)
@@ -35,4 +42,16 @@ def report(recipe: str, overrides: tuple[str, ...], file: str | None) -> int:
     print(f"written: {path}, {counted(len(made.rows), 'plan')}, {measured} of them measured")
     for remark in made.remarks:
         print(remark)
+    return 0
+
+
+def _report_release(folder: Path, overrides: tuple[str, ...], file: str | None) -> int:
+    if overrides:
+        raise InputError(f"{overrides[0]}: the report of a release takes no keys of a recipe")
+    path = Path(file) if file else TABLES / "release" / "report.html"
+    made = release_page(folder)
+    if not file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(str(path), made)
+    print(f"written: {path}")
     return 0

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
+from launch.report.release import Target
 from tests.memory_grid import Cell, Compared, compare, grid, plan_of
 from tests.processes import ProcessPool
-from tests.targets import Target, end
+from tests.targets import end
 
 OUT = Path("results/memory")
 WORST = 10

@@ -19,7 +19,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from tests.targets import Target, end
+from launch.report.release import Target
+from tests.targets import end
 
 FILE = Path("results/search/planning.md")
 REAL = (

@@ -5,10 +5,11 @@
 
 import sys
 
+from launch.report.release import Target
 from launch.yardstick.results import predictors, replay_trace, score_set
 from launch.yardstick.scores import time_error
 from launch.yardstick.sets import SETS
-from tests.targets import Target, end
+from tests.targets import end
 
 # The wish is what these sets should reach; what is held is what they reach today, where that is less.
 # set -> (mean error of time wished, held), in per cent

@@ -23,8 +23,9 @@ from auto3d.search.algorithms.random_search import random_search
 from auto3d.search.search import Budget, Search
 from launch.model.search import search_recipe
 from launch.recipe.load import load
+from launch.report.release import Target
 from tests.search.cases import SCHEDULES, random_case, searched
-from tests.targets import Target, end
+from tests.targets import end
 
 CASES, LOOKS, WITHIN = 30, 2000, 1.01  # LOOKS is the default number of candidates of a recipe
 FILE = Path("results/search/README.md")

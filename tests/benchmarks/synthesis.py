@@ -35,9 +35,10 @@ from auto3d.simulate.simulate import simulate
 from auto3d.synthesis.certificate import certificate
 from auto3d.synthesis.problem import Problem
 from auto3d.synthesis.structures import Solution, merged, solve, structures
+from launch.report.release import Target
 from tests.benchmarks.emulated import DATA, ITERATIONS, MICRO_BATCH_SIZE, SEQUENCE, WIDTH, measured
 from tests.synthesis.cases import Case, cases
-from tests.targets import Target, end
+from tests.targets import end
 
 FOLDER = Path("results/synthesis")
 SECONDS = 30.0

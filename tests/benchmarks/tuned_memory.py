@@ -21,9 +21,10 @@ from launch.model.build import captured_model
 from launch.recipe.data import data_settings
 from launch.recipe.load import load
 from launch.recipe.settings import optimizer_settings
+from launch.report.release import Target
 from tests.live_tensors import Peak, peak_of_rank
 from tests.processes import ProcessPool
-from tests.targets import Target, end
+from tests.targets import end
 
 FOLDER = Path("results/synthesis-tune/t5-little-memory")
 TOLERANCE = 0.1

@@ -13,9 +13,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from auto3d.runtime.measurement import Environment
+from launch.report.release import Record
 from tests.release.page import FILE, page, state_of, unexplained
 from tests.release.parts import PARTS, ROOT, Part
-from tests.release.records import Record, add_record, commit_here, read_figures
+from tests.release.records import add_record, commit_here, read_figures
 
 PAGE = "page"  # only writes the page
 

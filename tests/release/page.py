@@ -5,9 +5,9 @@ from pathlib import Path
 import yaml
 from tabulate import tabulate
 
+from launch.report.release import Record, Target
 from tests.release.parts import PARTS, Part
-from tests.release.records import Record, changed_since, records_of
-from tests.targets import Target
+from tests.release.records import changed_since, records_of
 
 FILE = Path("results/README.md")
 MISSED: dict[str, str] = yaml.safe_load(Path(__file__).with_name("missed.yaml").read_text()) or {}

@@ -3,26 +3,13 @@
 import json
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from launch.report.release import Record, Target, records_in
 from tests.release.parts import ROOT, Part
-from tests.targets import Target
 
 FOLDER = Path("results/release")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    commit: str
-    date: str
-    machine: str
-    command: str
-    seconds: float
-    code: int  # exit code of the command
-    summary: str  # the last line that it printed
-    figures: tuple[Target, ...]
 
 
 def add_record(part: Part, record: Record) -> None:
@@ -34,11 +21,7 @@ def add_record(part: Part, record: Record) -> None:
 def records_of(part: Part) -> list[Record]:
     """All records of ``part``, oldest first."""
     file = FOLDER / f"{part.name}.jsonl"
-    return [_read(json.loads(line)) for line in file.read_text().splitlines()] if file.is_file() else []
-
-
-def _read(fields: dict[str, Any]) -> Record:
-    return Record(**fields | {"figures": tuple(Target(**figure) for figure in fields["figures"])})
+    return records_in(file) if file.is_file() else []
 
 
 def changed_since(record: Record, part: Part) -> list[str]:
