@@ -1,6 +1,6 @@
 """Every schedule with all its options on every model: `make parity` runs the whole grid, `make soak` a pairwise cover.
 
-The suite runs a sample of that cover.
+The suite runs fewer cells, in which every model meets every schedule.
 """
 
 import numpy as np
