@@ -171,3 +171,31 @@ def test_keys(page):
                     name.startswith(f"{key}.") or key.startswith(f"{name}.") for name in keys()
                 )
                 assert known, f"{word}: a recipe has no key {key}"
+
+
+RESULT = re.compile(r"\]\(([\w./-]*results/[\w/.-]+)\)")
+FIGURE = re.compile(r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?)(?: ?[%×]| (?:s|ms|[KMG]iB)\b)")
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+
+
+def value(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+@cache
+def numbers_in(results: Path) -> frozenset[float]:
+    """All numbers of a file in results/, or of the pages and tables of a folder there."""
+    files = [results] if results.is_file() else [*results.rglob("*.md"), *results.rglob("*.csv")]
+    return frozenset(value(found) for file in files for found in NUMBER.findall(file.read_text()))
+
+
+@pages()
+def test_figures_beside_a_link_to_results_are_there(page):
+    """Times, bytes, per cents and factors of a sentence, as they are rounded in it."""
+    text = re.sub(r"\n(?!\n)", " ", FENCE.sub("", page.read_text()))
+    for link in RESULT.finditer(text):
+        begin = max(text.rfind(mark, 0, link.start()) for mark in (". ", "\n", "| "))
+        for figure in FIGURE.findall(text[begin : link.start()]):
+            half = 0.5001 * 10 ** -len(figure.partition(".")[2])  # of its last digit
+            known = numbers_in((page.parent / link[1]).resolve())
+            assert any(abs(number - value(figure)) < half for number in known), f"{figure} is not in {link[1]}"
