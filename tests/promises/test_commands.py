@@ -23,23 +23,28 @@ NAMES = {  # placeholder of a page -> a name that a reader may give
     "--measurements FILE.csv": "--measurements m.csv",
     "[--plan FILE] [--svg FILE.svg] [--json]": "--svg memory.svg --json",
     ".venv/bin/auto3d": "PROGRAMS/auto3d",
+    "results/release": f"'{ROOT}/results/release'",
 }
 HERE = "search.micro_batch_size=[2] launch.executor=local"
 TWO = f"search.dp=[1] search.pp=[1,2] search.tp=[1] search.schedule=[1f1b] {HERE}"
 ONE = TWO.replace("[1,2]", "[2]")
+UNCOMPARED = "training.check_capture=false"  # other commands compare the same captures
 FEW = "training.iterations=4 launch.executor=local"
 INSTEAD = {  # command -> a smaller one of the same kind
     "auto3d tune tiny": f"auto3d tune tiny {ONE} search.trials=1 prediction.profile=none",
     "auto3d sweep tiny": f"auto3d sweep tiny {TWO}",
     "auto3d sweep tiny search.micro_batch_size=[1,2]": f"auto3d sweep tiny {TWO}",
     "auto3d sweep tiny 'search.tp=[1,2]' search.sequence_parallel=auto": (
-        f"auto3d sweep tiny search.dp=[1] search.tp=[2] search.pp=[1] search.sequence_parallel=[true] {HERE}"
+        f"auto3d sweep tiny search.dp=[1] search.tp=[2] search.pp=[1] search.sequence_parallel=[true] {HERE} "
+        f"{UNCOMPARED}"
     ),
     "auto3d sweep tiny 'search.engine=[auto3d,ddp,fsdp]'": (
         f"auto3d sweep tiny search.dp=[2] search.tp=[1] search.pp=[1] 'search.engine=[auto3d,ddp]' {HERE}"
     ),
+    "auto3d recompute tiny": f"auto3d recompute tiny measure.iterations=1 {UNCOMPARED}",
     "auto3d sweep emulated": (
-        "auto3d sweep emulated 'search.schedule=[1f1b]' training.global_batch=16 measure.iterations=1"
+        "auto3d sweep emulated 'search.schedule=[1f1b]' training.global_batch=16 measure.iterations=1 "
+        "measure.warmup_iterations=1"
     ),
     "auto3d train tiny training.checkpoint_every=20": f"auto3d train tiny training.checkpoint_every=2 {FEW}",
     "auto3d export tiny exported": f"auto3d export tiny exported training.checkpoint_every=2 {FEW}",
