@@ -1,4 +1,6 @@
+import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ from tests.processes import ProcessPool
 
 for name in [name for name in os.environ if name.startswith("SLURM_")]:  # a cluster's, to which tests would submit
     del os.environ[name]
+gc.disable()  # until all tests are collected: what is imported stays
 torch.set_num_threads(1)  # before anything runs: the pool forks this process
 transformers.logging.set_verbosity_error()
 hypothesis.settings.register_profile(  # other workers of `make test` make an example slow
@@ -24,8 +27,10 @@ hypothesis.settings.load_profile("auto3d")
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The tests neither use nor fill the cache of who runs them."""
-    os.environ["AUTO3D_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    """The tests neither use nor fill the cache of who runs them; all workers share theirs."""
+    base = tmp_path_factory.getbasetemp()
+    run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    os.environ["AUTO3D_CACHE"] = str(run / "cache")
 
 
 @pytest.fixture(scope="session")
@@ -49,3 +54,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("promises")
     if hasattr(config, "workerinput"):  # this is a worker of pytest-xdist
         workers.sort_longest_first(items)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # no collection looks at what was imported
+    gc.enable()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print where the time went, by room."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[workers.room(report.nodeid)] += report.duration
+    if sum(seconds.values()) > 60:
+        terminalreporter.section("seconds of the tests by room, all workers together")
+        for room, spent in seconds.most_common():
+            terminalreporter.write_line(f"{spent:7.0f}  {room}")

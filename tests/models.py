@@ -1,6 +1,7 @@
 """The small models that tests train: unmodified, built as a user's recipe would."""
 
 import argparse
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -25,7 +26,9 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from auto3d.capture.cache import Cache
 from auto3d.capture.model import CapturedModel, capture
+from auto3d.capture.program_json import NotStorableError, captured_from_json, captured_to_json
 from auto3d.data import DataSettings, InputField
 from recipes.examples import resnet
 
@@ -318,9 +321,16 @@ _captured: list[CapturedModel] = []
 
 @cache
 def captured(model: str, micro_batch_size: int) -> CapturedModel:
+    """The captured model, which the workers of the suite share: one of them captures it, the others load it."""
     build, data = TRAINED[model]
-    _captured.append(capture(build, data.input_specs(), micro_batch_size, precision=precision_of(model)))
-    return _captured[-1]
+    shared, identity = Cache(), {"model": model, "samples": micro_batch_size, "captured by": capture.__qualname__}
+    made = shared.load(identity, partial(captured_from_json, build=build))
+    if made is None:
+        made = capture(build, data.input_specs(), micro_batch_size, precision=precision_of(model))
+        with suppress(NotStorableError):
+            shared.store(identity, captured_to_json(made))
+    _captured.append(made)
+    return made
 
 
 def num_captures() -> int:

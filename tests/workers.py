@@ -10,12 +10,13 @@ from xdist.scheduler import LoadScopeScheduling
 
 SLURM = "tests/slurm"
 PROMISES = "tests/promises"
+WHEEL = f"{PROMISES}/test_wheel.py"  # of which a test uses the cluster
 COMMANDS = tuple(f"{PROMISES}/test_{name}.py" for name in ("recipes", "papers", "commands"))  # each test on its own
 LONGEST_FIRST = (
     f"{PROMISES}/test_commands.py",
-    f"{PROMISES}/test_wheel.py",
-    f"{PROMISES}/test_counts.py",
+    WHEEL,
     SLURM,
+    PROMISES,
     "tests/distributed",
     "tests/launch",
     "tests/capture",
@@ -45,7 +46,7 @@ class FilePerWorker(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(COMMANDS):
             return nodeid
-        return SLURM if nodeid.startswith(SLURM) else nodeid.partition("::")[0]
+        return SLURM if nodeid.startswith((SLURM, WHEEL)) else nodeid.partition("::")[0]
 
 
 def sort_longest_first(items: list[pytest.Item]) -> None:
@@ -54,3 +55,9 @@ def sort_longest_first(items: list[pytest.Item]) -> None:
         return next(ranks, len(LONGEST_FIRST))
 
     items.sort(key=rank)
+
+
+def room(nodeid: str) -> str:
+    """The folder of a test, below tests/."""
+    folder = nodeid.partition("::")[0].rpartition("/")[0]
+    return folder.removeprefix("tests").strip("/") or "tests"
