@@ -108,6 +108,7 @@ class Repeats(nn.Module):
         return (self.layer(x[:, None].expand(-1, self.times, -1)) * self.scale).sum()
 
 
+@pytest.mark.soak
 def test_fingerprint_tells_arguments_apart_and_is_the_same_in_another_process():
     def fingerprint(*arguments) -> str:
         return capture(lambda: Repeats(*arguments), ROWS, 2).graph.fingerprint

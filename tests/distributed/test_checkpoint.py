@@ -144,7 +144,7 @@ def four_heads():
     ("source", "targets"),
     [
         ("dp2-pp2-zero1", ("one", "dp4", "dp4-zero1", "tp2-pp2", "tp2-synthesized")),
-        ("tp2-dp2-zero1", ("pp4", "chimera", "tp4")),
+        *soak(("tp2-dp2-zero1", ("pp4", "chimera", "tp4"))),
         ("synthesized", ("dp4-zero1",)),
         *soak(*((source, tuple(TO)) for source in FROM)),
     ],

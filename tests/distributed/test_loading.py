@@ -10,6 +10,7 @@ from auto3d.runtime import inputs
 from tests.distributed import asynchronous
 from tests.distributed.parity import SGD, make_plan, run_rank
 from tests.models import captured
+from tests.soak import soak
 
 
 class OwnMemory:
@@ -35,7 +36,7 @@ def with_a_thread(world, train, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "dp"), [("1f1b", 2, 2), ("interleaved-1f1b", 4, 1), ("chimera", 2, 1), ("zb-v", 4, 1)]
+    ("schedule", "stages", "dp"), [("1f1b", 2, 2), ("interleaved-1f1b", 4, 1), *soak(("chimera", 2, 1), ("zb-v", 4, 1))]
 )
 def test_synchronous(processes, schedule, stages, dp):
     """Each iteration is one program."""

@@ -53,8 +53,8 @@ PLANS = {
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
     [
-        *((plan, ADAMW) for plan in PLANS if plan != "tp2 dp2"),  # test_tensor_parallel.py has that, to the bit
-        *soak(("tp2 dp2", SGD), ("tp2 dp2", ADAMW), ("dp4", SGD)),
+        *((plan, ADAMW) for plan in ("dp2 pp2, tied", "sequence-parallel")),
+        *soak(*((plan, ADAMW) for plan in ("dp4", "chimera", "tp2 dp2")), ("tp2 dp2", SGD), ("dp4", SGD)),
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ import ctypes
 from dataclasses import replace
 from functools import cache
 
+import pytest
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -81,6 +82,7 @@ def peak_bytes(world: World, plan: Plan) -> int:
         leave()
 
 
+@pytest.mark.soak
 def test_peak_memory_is_the_share_of_what_is_split_and_what_is_whole():
     sizes = {name: value.bytes for name, value in captured().graph.parameters.items()}
     total, largest = sum(sizes.values()), max(sizes.values())

@@ -147,7 +147,7 @@ def traced(world, plan: Plan, settings: TrainingSettings, folder) -> list[Watche
 
 @pytest.mark.parametrize(
     ("name", "dp", "tp", "pp"),
-    [("zb-h1", 1, 2, 2), ("pipedream", 1, 1, 2), *soak(("1f1b", 2, 1, 2), ("chimera", 1, 1, 4))],
+    [("zb-h1", 1, 2, 2), *soak(("pipedream", 1, 1, 2), ("1f1b", 2, 1, 2), ("chimera", 1, 1, 4))],
 )
 def test_a_trace_has_the_operations_of_the_schedule_in_order(processes, tmp_path, name, dp, tp, pp):
     plan = plan_of(name, dp=dp, tp=tp, pp=pp)

@@ -35,6 +35,7 @@ from tests.distributed.test_uneven import make_plan as make_uneven_plan
 from tests.models import TRAINED, captured
 from tests.runtime import fake_gpu
 from tests.runtime.fake_gpu import Record, Refused
+from tests.soak import soak
 
 ITERATIONS = 2
 WAITS = {  # reads of the loss and the norm, once the device has finished under a deadline
@@ -154,7 +155,15 @@ def assert_sound(records: list[Record]) -> None:
     connected.prepare()  # raises CycleError if two ranks connect in opposite orders
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+SOAK = (  # what these exchange, another training of the sample or tests/distributed has too
+    "data parallel, several types",
+    "several stages on a device",
+    "bfloat16, complex numbers, a loss used again",
+    "an update after each backward",
+)
+
+
+@pytest.mark.parametrize("name", [*(name for name in SAMPLE if name not in SOAK), *soak(*SOAK)])
 def test_ranks_on_fake_gpus(process, name):
     assert_sound(process.submit(run_sample, name).result())
 

@@ -92,7 +92,7 @@ def test_a_found_order_fits_where_others_do_not(recompute):
 
 MODELS = [
     {"devices": 2, "blocks": 15, "head": 1.0},
-    {"devices": 4, "blocks": 23, "head": 3.0},
+    *soak({"devices": 4, "blocks": 23, "head": 3.0}),
     *soak({"devices": 2, "blocks": 8, "head": 3.0}, {"devices": 4, "blocks": 15, "head": 1.0}),
 ]
 

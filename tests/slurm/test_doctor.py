@@ -104,6 +104,7 @@ def test_nodes_that_cannot_meet(cluster, folder):
     assert "n1 has lo, eth0" in found["rendezvous of n1 and n2"]["advice"]
 
 
+@pytest.mark.soak
 def test_a_queue_that_is_too_long(cluster, folder):
     everything = ["--partition=high", "--exclusive", "--nodes=4", "--output=/dev/null", "--wrap", "sleep 600"]
     cluster.run("sbatch", *everything)
@@ -120,6 +121,7 @@ def test_a_partition_that_is_not_there_and_what_sbatch_refuses(cluster, folder):
     assert "sbatch refused it: " in found["probe job"]["found"]
 
 
+@pytest.mark.soak
 def test_an_interrupt_cancels_the_job(cluster, folder):
     later = "launch.additional_parameters.begin=now+1hour"
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

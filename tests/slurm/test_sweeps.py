@@ -68,32 +68,13 @@ def test_a_scaled_down_gpt20b_trains_on_four_nodes(sweeps):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5), "of the same samples and weights"
 
 
+@pytest.mark.soak
 def test_tune_tries_plans_on_nodes_and_says_that_its_predictions_rest_on_a_guess(sweeps):
     told = end(sweeps.start("tune", "search.trials=1", "search.micro_batch_size=[2,4]", "measure.iterations=2"))
     assert "no profile: trials run on SLURM, and predictions rest on a guess; to measure a node: srun -N1 " in told
     assert "to train under the fastest plan" in told
     assert not (sweeps.folder / "profiles").exists()
     assert sweeps.starts() == [1]
-
-
-def test_what_is_submitted_is_what_a_dry_run_prints(sweeps):
-    hostile = """it's "quoted" $(touch ran) `touch ran`; touch ran # | > ran"""
-    (sweeps.folder / "own.yaml").write_text(
-        OWN.replace("executor: slurm,", f"executor: slurm, additional_parameters: {json.dumps({'comment': hostile})},")
-    )
-    told = sweeps.auto3d("sweep", "search.micro_batch_size=[2,4]", "--dry-run")
-    assert "to start at" in sweeps.auto3d("sweep", "--test-only")
-    sweeps.auto3d("sweep", "search.micro_batch_size=[2,4]", "--detach", "launch.additional_parameters.begin=now+1hour")
-    (script,) = (sweeps.folder / "runs" / "own" / "jobs").glob("*/*_submission.sh")
-    begin = "#SBATCH --begin=now+1hour\n"
-    assert begin in script.read_text()
-    assert script.read_text().replace(begin, "").rstrip() == told.rstrip()
-    job = sweeps.job().split("_")[0]
-    assert sweeps.cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%k").splitlines()[0] == hostile
-    for private in (sweeps.folder / "runs" / "own", script.parent.parent, script.parent):
-        assert private.stat().st_mode & 0o077 == 0, private
-    assert "cancelled 2 jobs" in sweeps.auto3d("cancel")
-    assert not (sweeps.folder / "ran").exists()
 
 
 SPACE_OF_13 = [
@@ -108,12 +89,29 @@ def trials_per_array(sweeps: Sweeps) -> list[int]:
     return sorted(jobs.values())
 
 
-def test_13_trials_go_out_as_arrays_of_at_most_11(sweeps):
+def test_what_is_submitted_is_what_a_dry_run_prints_in_arrays_of_at_most_11(sweeps):
+    hostile = """it's "quoted" $(touch ran) `touch ran`; touch ran # | > ran"""
+    (sweeps.folder / "own.yaml").write_text(
+        OWN.replace("executor: slurm,", f"executor: slurm, additional_parameters: {json.dumps({'comment': hostile})},")
+    )
+    told = sweeps.auto3d("sweep", *SPACE_OF_13, "--dry-run")
+    assert "to start at" in sweeps.auto3d("sweep", "--test-only")
     sweeps.auto3d("sweep", *SPACE_OF_13, "--detach", "launch.additional_parameters.begin=now+1hour")
+    scripts = list((sweeps.folder / "runs" / "own" / "jobs").glob("*/*_submission.sh"))
+    begin = "#SBATCH --begin=now+1hour\n"
+    assert len(scripts) == 2
+    for script in scripts:
+        assert begin in script.read_text()
+        assert script.read_text().replace(begin, "").rstrip() in told
+        for private in (sweeps.folder / "runs" / "own", script.parent.parent, script.parent):
+            assert private.stat().st_mode & 0o077 == 0, private
     assert trials_per_array(sweeps) == [2, 11]
     queued = sweeps.cluster.run("squeue", "--noheader", "--array", "--states=PENDING", "--format=%F").split()
     assert sorted(Counter(queued).values()) == [2, 11]
+    job = sweeps.job().split("_")[0]
+    assert sweeps.cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%k").splitlines()[0] == hostile
     assert "cancelled 13 jobs" in sweeps.auto3d("cancel")
+    assert not (sweeps.folder / "ran").exists()
 
 
 @pytest.mark.soak
@@ -124,6 +122,7 @@ def test_13_trials_of_two_arrays_run_once_each(sweeps):
     assert sweeps.starts() == [1] * 13
 
 
+@pytest.mark.soak
 def test_two_sweeps_at_once_share_their_trials(sweeps):
     space = ["search.micro_batch_size=[2,4]", "measure.iterations=100"]
     both = [sweeps.start("sweep", *space) for _ in range(2)]
@@ -186,6 +185,7 @@ def test_a_job_of_a_driver_that_died_while_it_submitted_is_found(sweeps):
     assert sweeps.starts() == [1]
 
 
+@pytest.mark.soak
 def test_a_preempted_trial_that_slurm_does_not_requeue_is_submitted_again(sweeps):
     sweep = sweeps.start("sweep", "measure.iterations=1000000", "launch.nodelist=n1,n2")
     nodes = sweeps.running_on()

@@ -23,6 +23,7 @@ def test_equal_stages_without_cap_are_never_worse(micro_batches: int) -> None:
     assert solution.synthesis.makespan <= solution.by_rule[0] == pytest.approx(least)
 
 
+@pytest.mark.soak
 def test_a_heavy_last_stage_under_half_the_memory_gains_5_percent() -> None:
     """A last fine stage of twice the time: the order found takes 76, the least possible, and the best by rule 80."""
     bare = replace(equal(4, 8), placements=ONE_COPY)

@@ -26,7 +26,7 @@ def test_at_most_six_lines_differ(name):
 
 
 # The other tests train on the script of the causal LM.
-@pytest.mark.parametrize("name", ["classification", "lora", *soak("causal_lm")])
+@pytest.mark.parametrize("name", ["lora", *soak("causal_lm", "classification")])
 def test_the_pipeline_trains_as_one_process(name, processes, tmp_path):
     before, after = pair(name)
     for folder in ("one", "four"):
@@ -49,6 +49,7 @@ def test_the_pipeline_trains_as_one_process(name, processes, tmp_path):
     assert written == {path.name for path in (tmp_path / "four").glob("*/*") if path.is_file()}
 
 
+@pytest.mark.soak
 def test_a_training_goes_on_under_another_plan(processes, tmp_path):
     """Six steps at dp2·pp2, with a checkpoint after the third, from which a chimera of four stages goes on."""
     text = pair("causal_lm")[1].read_text().replace('save_strategy="no"', "save_steps=3").replace("=20", "=6")
@@ -85,6 +86,7 @@ def test_a_launcher_starts_the_script(launcher, tmp_path):
     assert (tmp_path / "causal_lm" / "model.safetensors").is_file()
 
 
+@pytest.mark.soak
 def test_too_few_processes_are_one_line_and_exit_code_2(tmp_path):
     done = launch(sys.executable, "script.py", folder=tmp_path, processes=4)
     assert done.returncode == 2

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from auto3d.plan import Plan
 from launch.commands.group import VERBS, cli
 from tests.launch.conftest import MINE
+from tests.soak import soak
 
 BIN = Path(sys.executable).parent
 AUTO3D = [sys.executable, "-m", "launch.main"]
@@ -43,7 +44,8 @@ TORCHRUN_C10D = [BIN / "torchrun", "--rdzv-backend=c10d", "--rdzv-endpoint=local
 
 
 @pytest.mark.parametrize(
-    ("launcher", "module", "dp", "pp"), [(TORCHRUN_C10D, AUTO3D[1:], 2, 1), ([BIN / "mpirun", "-n"], AUTO3D, 1, 2)]
+    ("launcher", "module", "dp", "pp"),
+    [([BIN / "mpirun", "-n"], AUTO3D, 1, 2), *soak((TORCHRUN_C10D, AUTO3D[1:], 2, 1))],
 )
 def test_training_is_the_same_however_its_processes_are_started(folder, trained, launcher, module, dp, pp):
     """auto3d itself, torchrun and mpirun give the same losses to the last bit."""
@@ -149,6 +151,7 @@ def test_what_a_rank_refuses_is_told_without_a_traceback(folder, auto3d):
     assert "Traceback" not in refused.err
 
 
+@pytest.mark.soak
 def test_the_loss_falls_on_real_text(folder, trained):
     """In 30 iterations of the shipped recipe with 2 layers, the loss falls from about ln(256) = 5.5 to below 3.5."""
     result = trained("tiny", "training.iterations=30", "model.config.n_layer=2")
@@ -299,6 +302,7 @@ training: {{precision: bfloat16}}
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "GptOssForCausalLM"])
 def test_the_capture_of_experts_in_bfloat16_prints_nothing_of_torch(tmp_path, architecture):
     (tmp_path / "experts.yaml").write_text(EXPERTS.format(architecture=architecture))

@@ -152,6 +152,7 @@ def test_rannc_chooses_stages_and_replicas(auto3d):
         assert (len(stages) > 1) == bool(memory)
 
 
+@pytest.mark.soak
 def test_a_partition_can_be_trained(auto3d, tmp_path):
     """RaNNC gives stages different numbers of replicas; the other methods give each stage one."""
     file = tmp_path / "plan.json"

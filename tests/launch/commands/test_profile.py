@@ -19,6 +19,7 @@ def short(monkeypatch):
     monkeypatch.setattr(link_timing, "ALL_REDUCE_SIZES", (16, 4096))
 
 
+@pytest.mark.soak
 def test_profile_then_predict(auto3d, folder, short):
     (folder / "candidates.csv").write_text("micro_batch_size,tp,dp,pp\n4,1,2,1\n4,1,1,1\n")
     predict = ["predict", "own.yaml", *HERE, "--candidates", "candidates.csv", "--json"]
@@ -50,6 +51,7 @@ def test_profile_then_predict(auto3d, folder, short):
     assert "profiles/own.json: profile: Invalid JSON" in auto3d(*predict, code=2).err
 
 
+@pytest.mark.soak
 def test_tune_measures_this_machine_once_and_plan_says_what_it_rests_on(auto3d, folder, short):
     guess = "on round figures of a data-centre GPU), not measured; nothing was measured on this device"
     tune = ["tune", "own.yaml", *HERE, "search.trials=1", "measure.iterations=2"]

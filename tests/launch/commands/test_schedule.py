@@ -310,7 +310,7 @@ def test_wrong_files_are_refused(auto3d, tmp_path, change, words):
 def test_an_order_is_found_for_a_problem(auto3d, tmp_path):
     file, saved = tmp_path / "problem.yaml", str(tmp_path / "order.json")
     file.write_text(PROBLEM)
-    found = json.loads(auto3d("synthesize", str(file), "--seconds", "2", "--save", saved, "--json"))
+    found = json.loads(auto3d("synthesize", str(file), "--seconds", "0.5", "--save", saved, "--json"))
     assert found["makespan"] <= found["by_rule"]["makespan"]
     assert found["gain"] == pytest.approx(1 - found["makespan"] / found["by_rule"]["makespan"])
     assert max(found["memory"]) <= 6.5
@@ -319,7 +319,7 @@ def test_an_order_is_found_for_a_problem(auto3d, tmp_path):
     assert certificate["gap"] == pytest.approx(found["makespan"] / certificate["lower_bound"] - 1, abs=1e-8)
     assert certificate["reason"]
     assert json.loads(auto3d("--load", saved, "--json"))["operations"] == found["operations"]
-    text = auto3d("synthesize", str(file), "--seconds", "1")
+    text = auto3d("synthesize", str(file), "--seconds", "0.2")
     assert "best by rule    " in text
     assert "less time" in text
     assert "\ncertificate     " in text

@@ -53,6 +53,7 @@ def test_resume_starts_what_failed_up_to_a_limit(folder, auto3d, fails_at_two):
     assert "2 names contain 'dp1'" in auto3d("logs", "own.yaml", "dp1", code=2).err
 
 
+@pytest.mark.soak
 def test_tune_starts_what_failed_only_when_asked_to(folder, auto3d, fails_at_two):
     tune = ["tune", "own.yaml", "search.micro_batch_size=[2,4]", "search.trials=2", "prediction.profile=none"]
     assert f"1 trial failed or timed out; to run again: {shlex.join(['auto3d', *tune, '--retry'])}" in auto3d(*tune).err
@@ -102,6 +103,7 @@ def test_a_detached_sweep_is_followed_and_cancelled(folder, auto3d):
     assert "1 interrupted, 1 not run" in auto3d("status", "own.yaml").out
 
 
+@pytest.mark.soak
 def test_a_detached_training_is_cancelled_and_goes_on(folder, auto3d):
     options = ["training.iterations=600", "training.checkpoint_every=75"]
     told = auto3d("train", "own.yaml", *options, "--detach").out
@@ -131,6 +133,7 @@ def test_a_detached_training_is_cancelled_and_goes_on(folder, auto3d):
     assert "iteration 1/2" in auto3d("train", "own.yaml", *short, "--fresh").err
 
 
+@pytest.mark.soak
 def test_a_detached_training_whose_order_is_sought_is_done_under_any_order(folder, auto3d):
     """The process in the background finds another order than the one that starts it: there are many micro-batches."""
     plan = [

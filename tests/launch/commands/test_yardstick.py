@@ -9,6 +9,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "yardstick_predictor.py"
 SMALL = ("--set", "t4x16-gpt2", "--set", "trace_dp2_pp4")
 
 
+@pytest.mark.soak
 def test_the_table_and_the_pages_of_a_small_set(auto3d, folder):
     """Measured layers need no capture. A second run gives the same bytes."""
     command = ["yardstick", *SMALL, "--program", f"{sys.executable} {EXAMPLE}", "--out"]

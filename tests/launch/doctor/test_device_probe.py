@@ -255,6 +255,7 @@ def test_the_error_of_any_node_counts():
     assert merge_reports([GOOD, GOOD]) == GOOD
 
 
+@pytest.mark.soak
 def test_two_tasks_of_a_job_probe_their_devices_together(tmp_path, monkeypatch):
     """As on two nodes: each task forks its own ranks, and all ranks meet again for each probe."""
     monkeypatch.setattr("launch.doctor.all_reduce_probe.SIZES", (2**12,))

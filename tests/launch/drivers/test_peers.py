@@ -21,6 +21,7 @@ def measurements(folder: Path) -> dict[str, Measurement]:
     return {file.parent.name: Measurement.from_json(file.read_bytes()) for file in found}
 
 
+@pytest.mark.soak
 def test_a_sweep_measures_peers_beside_auto3d(folder, auto3d):
     printed = auto3d("sweep", *SWEEP)
     assert "infeasible: ddp has no pipeline; the plan has pp = 2" in printed.out
@@ -79,6 +80,7 @@ def test_a_second_run_of_deepspeed_gives_the_columns_of_communication(folder, au
     assert "whose calls block" in table
 
 
+@pytest.mark.soak
 def test_a_second_run_of_deepspeed_logs_its_communication(folder):
     pytest.importorskip("deepspeed")
     plan = replace(make_plan("gpt2", dp=2, pp=1), engine="deepspeed-zero")

@@ -357,6 +357,7 @@ def test_a_trial_is_known_by_what_it_measures(folder):
     assert name(files) != before, "the file may hold something else now"
 
 
+@pytest.mark.soak
 def test_uneven_replicas_and_a_shared_optimizer_are_tried_and_told(folder, auto3d):
     (folder / "device.yaml").write_text("peak_tflops: {float32: 1}\nmemory_gb_per_s: 10\n")
     axes = ["search.replicas=[uneven]", "search.shard_optimizer=auto", "search.micro_batch_size=[4]"]
@@ -381,6 +382,7 @@ def test_uneven_replicas_and_a_shared_optimizer_are_tried_and_told(folder, auto3
     assert "--baseline: no row matches 'placement=vertical'" in refused
 
 
+@pytest.mark.soak
 def test_a_sweep_trains_and_tabulates_tensor_parallel_plans(folder, auto3d):
     rules = "model.tensor_parallel={a: column, b: row}"
     axes = ["search.tp=[1,2]", "search.pp=[1]", "search.micro_batch_size=[4]", "search.sequence_parallel=auto", rules]
@@ -418,6 +420,7 @@ def test_tune_tries_the_best_and_never_twice(folder, auto3d):
     assert again.out == first.out
 
 
+@pytest.mark.soak
 def test_tune_tries_the_fastest_again_in_turns_and_goes_on_after_an_interrupt(folder, auto3d):
     arguments = ["tune", "own.yaml", "training.compute=emulated", "search.pp=[1,2]", "search.micro_batch_size=[2,4]"]
     few = auto3d(*arguments, "search.trials=2")

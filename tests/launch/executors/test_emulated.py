@@ -33,6 +33,7 @@ def test_training_says_that_it_was_emulated(folder, auto3d):
     assert real["emulated"] is False
 
 
+@pytest.mark.soak
 def test_a_sweep_and_its_tables_say_that_they_were_emulated(folder, auto3d):
     arguments = ["own.yaml", *EMULATED, "search.pp=[1,2]", "search.micro_batch_size=[4]"]
     pruned = auto3d("plan", *arguments, "search.schedule=[1f1b,interleaved-1f1b]").out

@@ -13,6 +13,7 @@ from launch.model.capture_process import CaptureProcess
 from launch.model.graphs import PlanningModel
 from launch.recipe.load import load
 from tests.launch.conftest import MINE
+from tests.soak import soak
 
 AUTO3D = [str(Path(sys.executable).parent / "auto3d")]
 MODULE = [sys.executable, "-m", "launch.main"]
@@ -37,7 +38,7 @@ def cached(program: list[str], recipe: Path, cwd: Path) -> bool:
     return json.loads(done.stdout.splitlines()[-1])["cached"]
 
 
-@pytest.mark.parametrize("recipe", ["small.yaml", "own.yaml"])
+@pytest.mark.parametrize("recipe", ["own.yaml", *soak("small.yaml")])
 def test_every_kind_of_process_finds_what_another_has_captured(recipe, folder, kept, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     assert not cached(AUTO3D, folder / recipe, folder)

@@ -67,6 +67,7 @@ def test_a_sweep_captures_each_size_once_and_its_trials_capture_nothing(counted)
     assert forwards(counted) == 2 * first
 
 
+@pytest.mark.soak
 def test_a_sweep_and_a_training_of_tiny_find_all_captures(counted):
     small = ["model.config.n_layer=2", "training.iterations=2", "training.check_capture=false", "launch.executor=local"]
     small += ["search.micro_batch_size=[4]", "search.pp=[2]", "search.dp=[1]", "search.schedule=[1f1b]"]

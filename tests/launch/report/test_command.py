@@ -80,6 +80,7 @@ def test_after_a_sweep_its_measurements_stand_beside_predictions(folder, auto3d)
     assert "its last sweep had other settings" in page["remarks"][0]
 
 
+@pytest.mark.soak
 def test_after_a_tune_that_was_interrupted_the_plans_that_were_not_tried_are_there_too(folder, auto3d):
     space = [SPACE, "search.trials=2", "prediction.profile=none"]
     ranked = json.loads(auto3d("plan", "own.yaml", *space, "--json").out)["candidates"]

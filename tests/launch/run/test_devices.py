@@ -227,6 +227,7 @@ def ran(folder, machine, monkeypatch):
     return run
 
 
+@pytest.mark.soak
 def test_concurrent_trials_see_different_devices(ran):
     seen = ran("3,1,2,0", "[2,4,8]", expected=4)
     assert [rank for rank, _ in seen] == [0, 1] * 3
