@@ -14,7 +14,7 @@ from tests.distributed.late_works import LateWork, late_works
 from tests.distributed.parity import SGD, assert_parity, run_rank
 from tests.distributed.test_grid import reference
 
-SAMPLE = sample()[::29]
+SAMPLE = sample()[::24]
 
 
 def run_late(world: World, *arguments: Any) -> dict:
