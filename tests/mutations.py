@@ -9,6 +9,7 @@ failure ends the run. The table says which test noticed; the exit code is 1 if f
 import ast
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -127,6 +128,7 @@ def noticed_by(mutation: Mutation, tree: Path, folders: list[str], workers: int)
 @click.option("--least", default=0, help="How many faults must be noticed.")
 def main(seed: int, number: int, then: tuple[str, ...], workers: int, least: int) -> None:
     rows = []
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which removes the copy
     with TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree)], cwd=ROOT, check=True)
