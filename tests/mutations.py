@@ -128,7 +128,7 @@ def noticed_by(mutation: Mutation, tree: Path, folders: list[str], workers: int)
 @click.option("--least", default=0, help="How many faults must be noticed.")
 def main(seed: int, number: int, then: tuple[str, ...], workers: int, least: int) -> None:
     rows = []
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which removes the copy
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # an exit removes the copy
     with TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree)], cwd=ROOT, check=True)
@@ -137,7 +137,7 @@ def main(seed: int, number: int, then: tuple[str, ...], workers: int, least: int
                 room = mutation.file.parts[1]
                 begun = monotonic()
                 by = noticed_by(mutation, tree, [f"tests/{room}", *then], workers)
-                change = f"`{mutation.was.strip()}` → `{mutation.text.strip()}`"
+                change = f"`{mutation.was}` → `{mutation.text}`"
                 rows.append(
                     (f"{mutation.file}:{mutation.line}", change, by or "**nothing**", f"{monotonic() - begun:.0f}")
                 )

@@ -196,6 +196,6 @@ def test_figures_beside_a_link_to_results_are_there(page):
     for link in RESULT.finditer(text):
         begin = max(text.rfind(mark, 0, link.start()) for mark in (". ", "\n", "| "))
         for figure in FIGURE.findall(text[begin : link.start()]):
-            half = 0.5001 * 10 ** -len(figure.partition(".")[2])  # of its last digit
+            half = 0.5001 * 10 ** -len(figure.partition(".")[2])  # half a unit of the last digit, and a little
             known = numbers_in((page.parent / link[1]).resolve())
             assert any(abs(number - value(figure)) < half for number in known), f"{figure} is not in {link[1]}"

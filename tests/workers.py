@@ -10,7 +10,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 SLURM = "tests/slurm"
 PROMISES = "tests/promises"
-WHEEL = f"{PROMISES}/test_wheel.py"  # of which a test uses the cluster
+WHEEL = f"{PROMISES}/test_wheel.py"  # a test in this file uses the cluster
 COMMANDS = tuple(f"{PROMISES}/test_{name}.py" for name in ("recipes", "papers", "commands"))  # each test on its own
 LONGEST_FIRST = (
     f"{PROMISES}/test_commands.py",

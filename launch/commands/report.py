@@ -34,10 +34,7 @@ def report(recipe: str, overrides: tuple[str, ...], file: str | None) -> int:
     loaded = load(recipe, overrides)
     with search_progress(err) as tell:
         made = report_of(loaded, tell)
-    path = Path(file) if file else TABLES / loaded.name / "report.html"
-    if not file:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(str(path), page_of(made, [loaded.folder]))
+    path = _write(page_of(made, [loaded.folder]), file, loaded.name)
     measured = sum(row.trials > 0 for row in made.rows)
     print(f"written: {path}, {counted(len(made.rows), 'plan')}, {measured} of them measured")
     for remark in made.remarks:
@@ -48,10 +45,14 @@ def report(recipe: str, overrides: tuple[str, ...], file: str | None) -> int:
 def _report_release(folder: Path, overrides: tuple[str, ...], file: str | None) -> int:
     if overrides:
         raise InputError(f"{overrides[0]}: the report of a release takes no keys of a recipe")
-    path = Path(file) if file else TABLES / "release" / "report.html"
-    made = release_page(folder)
+    print(f"written: {_write(release_page(folder), file, 'release')}")
+    return 0
+
+
+def _write(page: str, file: str | None, name: str) -> Path:
+    """Write ``page`` to ``file``, or else to the folder of ``name`` in TABLES; returns where it is."""
+    path = Path(file) if file else TABLES / name / "report.html"
     if not file:
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(str(path), made)
-    print(f"written: {path}")
-    return 0
+    write_text(str(path), page)
+    return path

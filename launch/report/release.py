@@ -11,7 +11,7 @@ from typing import Any
 from auto3d.errors import InputError
 from launch.recipe.words import counted
 
-WIDTH, HEIGHT, MARGIN = 160, 28, 3  # of the drawing of a history, in pixels
+WIDTH, HEIGHT, MARGIN = 160, 28, 3  # pixels; a history is drawn so large
 
 
 @dataclass(frozen=True, kw_only=True)

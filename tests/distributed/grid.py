@@ -138,19 +138,23 @@ def _cells() -> Iterator[Cell]:
 
 
 @lru_cache
+def mixed() -> tuple[Cell, ...]:
+    """All cells in a random order, since a cover takes the first of equally good ones."""
+    return tuple(Random(1).sample(cells(), len(cells())))
+
+
+@lru_cache
 def pairwise() -> tuple[Cell, ...]:
     """A few cells that contain every possible pair of values."""
-    mixed = Random(1).sample(cells(), len(cells()))  # the cover takes the first of equally good cells
-    return tuple(mixed[position] for position in pairwise_cover([cell.axes for cell in mixed]))
+    return tuple(mixed()[position] for position in pairwise_cover([cell.axes for cell in mixed()]))
 
 
 @lru_cache
 def sample() -> tuple[Cell, ...]:
     """Cells in which every model meets every schedule and every value of the other axes; and every order once."""
-    mixed = Random(1).sample(cells(), len(cells()))
-    mixed.sort(key=lambda cell: cell.devices * cell.dp)  # the cover takes the first of equally good cells
-    axes = [cell.axes | {"schedule": cell.schedule} for cell in mixed]
-    chosen = [mixed[position] for position in sample_of(axes, once=("order",))]
+    few_ranks_first = sorted(mixed(), key=lambda cell: cell.devices * cell.dp)
+    axes = [cell.axes | {"schedule": cell.schedule} for cell in few_ranks_first]
+    chosen = [few_ranks_first[position] for position in sample_of(axes, once=("order",))]
     return tuple(sorted(chosen, key=lambda cell: cell.model))
 
 

@@ -83,8 +83,10 @@ def test_adamw_losses_equal_plain_pytorch(processes):
             ("residual", 1, "gpipe"),
             ("residual", 3, "1f1b"),
             ("averaging", 2, "gpipe"),
+            ("reused", 2, "gpipe"),
+            ("reused", 2, "1f1b"),
+            ("reused", 4, "gpipe"),
         ),
-        *soak(("reused", 2, "gpipe"), ("reused", 2, "1f1b"), ("reused", 4, "gpipe")),
     ],
 )
 def test_models_that_are_not_a_chain_of_blocks(processes, model, pp, schedule):

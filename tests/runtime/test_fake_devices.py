@@ -155,7 +155,7 @@ def assert_sound(records: list[Record]) -> None:
     connected.prepare()  # raises CycleError if two ranks connect in opposite orders
 
 
-SOAK = (  # what these exchange, another training of the sample or tests/distributed has too
+SOAK = (  # another training of the sample, or tests/distributed, exchanges the same
     "data parallel, several types",
     "several stages on a device",
     "bfloat16, complex numbers, a loss used again",

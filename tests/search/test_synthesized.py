@@ -120,7 +120,7 @@ def test_a_search_that_may_recompute_also_seeks_orders_that_do_not():
     """The bytes of recomputation count where it is allowed: beside them, the best order without it would not fit."""
     _, roomy = case()
     memory = 0.95 * max(roomy.model.memory(roomy.plan(replace(CANDIDATE, schedule="1f1b"))))
-    seconds = {"none": 1.0, "auto": 4.0}  # of which a part goes to orders without recomputation, also on a slow machine
+    seconds = {"none": 1.0, "auto": 4.0}  # auto also seeks orders that recompute, which takes longer
     makers = {each: case(memory=memory, seconds=seconds[each])[1] for each in seconds}
     none, auto = (makers[each].model.seconds(makers[each].plan(replace(CANDIDATE, recompute=each))) for each in makers)
     maker = makers["none"]
