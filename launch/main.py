@@ -1,6 +1,7 @@
 """The entry point of `auto3d`. Exit codes: 0 success, 1 a run failed, 2 bad input, 130 interrupted."""
 
 # This file imports nothing slow, so that an interrupt during the slow imports, which come later, also prints one line.
+import gc
 import io
 import os
 import signal
@@ -38,6 +39,7 @@ def main() -> None:
     if code == INTERRUPTED:  # Python restores default handlers at exit, and a second Ctrl-C would kill it
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
+    gc.freeze()  # at exit Python would look for garbage among all objects, for more than a second after a search
     sys.exit(code)
 
 

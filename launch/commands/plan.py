@@ -2,7 +2,7 @@
 
 import click
 
-from auto3d.garbage import garbage_collected_seldom
+from auto3d.garbage import garbage_collection_paused
 from launch.commands.consoles import err
 from launch.commands.exit_codes import INTERRUPTED
 from launch.commands.options import recipe_command
@@ -27,7 +27,7 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, show_all: bool)
     annealing, random, megatron, rannc, amp or chimera; search.candidates, search.simulations and search.seconds limit
     the search. Ctrl-C ends it, and the best plans so far are printed.
     """
-    with garbage_collected_seldom():
+    with garbage_collection_paused():
         loaded = load(recipe, overrides)
         with search_progress(err) as tell:
             search = search_recipe(loaded, tell, keep_interrupted=True)
