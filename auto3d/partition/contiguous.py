@@ -70,20 +70,23 @@ def cheapest_cuts(
     """Places that bound parts within ``limit`` whose inner cuts have the least total cost; None if there are none.
 
     Dynamic programming over (part, place). The window of possible previous cuts only moves forward, so a queue holds
-    its minimum and the run time is proportional to parts × places.
+    its minimum and the run time is proportional to parts × places. A place that leaves more than the parts to come can
+    hold is skipped.
     """
     size = len(before)
     best: list[float] = [0.0] + [float("inf")] * (size - 1)
+    first, stop = 0, 1  # all places where the parts so far may end lie between these
     previous: list[list[int]] = []
-    for part in earliest:
+    for number, part in enumerate(earliest, start=1):
         row, reached = [0] * size, [float("inf")] * size
         window: deque[int] = deque()
-        # Places where the parts so far may end.
-        ends = [place for place, total in enumerate(best) if total < float("inf")]
+        ends = [place for place in range(first, stop) if best[place] < float("inf")]
         if not ends:
             return None
         enter = ends[0]
-        for place in range(enter + 1, size):
+        held_by_rest = (len(earliest) - number) * limit * (1 + _ROUNDING)
+        first = stop = max(enter + 1, bisect_left(before, before[-1] - held_by_rest))
+        for place in range(first, size):
             if before[place] - before[ends[-1]] > limit:
                 break
             while before[enter] < before[place]:
@@ -96,6 +99,7 @@ def cheapest_cuts(
             if window and best[window[0]] < float("inf"):
                 row[place] = window[0]
                 reached[place] = best[window[0]] + (cost[place] if place < size - 1 else 0)
+            stop = place + 1
         best = reached
         previous.append(row)
     if best[-1] == float("inf"):
