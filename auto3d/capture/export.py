@@ -137,21 +137,24 @@ def export_with(
 ) -> ExportedModel:
     """Export like ``export``. Without ``copy_repeats``, every block is traced; the result is the same."""
 
-    def once() -> ExportedModel:
+    aware: set[CodeType] = set()  # functions that read data unless they know that they are traced
+
+    def once(askers: Mapping[CodeType, set[CodeType]] | None = None) -> ExportedModel:
+        """One try. Where copies of blocks may be why it fails, and no function of ``askers``, it traces every block."""
         if copy_repeats:
             traces: list[RepeatedBlocks] = []
             try:
                 return _export(build, inputs, micro_batch_size, device, precision, mode, traces)
-            except (CaptureError, SideEffectError):
-                if not any(trace.repeated for trace in traces):
+            except (CaptureError, SideEffectError) as error:
+                may_be_misled = askers is not None and misled(failing_function(error), askers, aware)
+                if may_be_misled or not any(trace.repeated for trace in traces):
                     raise
         return _export(build, inputs, micro_batch_size, device, precision, mode, None)
 
-    aware: set[CodeType] = set()  # functions that read data unless they know that they are traced
     while True:
         with answered_as_eager(but=aware) as askers:
             try:
-                return once()
+                return once(askers)
             except CaptureError as error:
                 failed_in = failing_function(error)
         if not (functions := misled(failed_in, askers, aware)):

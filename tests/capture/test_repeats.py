@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.describe import describe
-from auto3d.capture.export import TRAINING, ExportedModel, InputSpec, Mode, export_with
+from auto3d.capture.export import TRAINING, ExportedModel, InputSpec, Mode, export, export_with
 from auto3d.errors import InputError
 from auto3d.garbage import garbage_collection_paused
 from tests.soak import soak
@@ -528,6 +529,17 @@ class Sharing(Stack):
         super().__init__(lambda index: Attention(index, shared))
 
 
+class BranchesOnData(Stack):
+    """Reads data after its blocks, unless it knows that it is traced."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        if not torch.compiler.is_compiling() and x.isnan().any():
+            raise ValueError
+        return x.square().mean()
+
+
 # The input of block 0 requires no gradient, so block 1 is traced too; blocks 2 to 4 can be copies.
 HAND_WRITTEN: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "plain": (Stack, 3),
@@ -562,6 +574,7 @@ HAND_WRITTEN: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "hook": (Hooked, 2),
     "casts": (lambda: Casts(Uncast), 3),
     "parts": (Sharing, 3),
+    "branches on data": (BranchesOnData, 3),
 }
 
 
@@ -570,6 +583,13 @@ HAND_WRITTEN: dict[str, tuple[Callable[[], nn.Module], int]] = {
 def test_hand_written(name, precision):
     make, copied = HAND_WRITTEN[name]
     assert check(make, SEQUENCES, precision=precision) == copied
+
+
+def test_a_failed_try_is_not_repeated_without_copies_where_a_function_may_have_misled_it():
+    with patch.object(torch.export, "export", wraps=torch.export.export) as traced:
+        exported = export(BranchesOnData, SEQUENCES, 2)
+    assert traced.call_count == 2, "once as eager mode, and once with the truth"
+    assert exported.repeated_blocks == 3
 
 
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
