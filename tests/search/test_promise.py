@@ -47,7 +47,9 @@ def test_no_plan_needs_less_time_or_memory_than_its_candidate_promises(seed):
             assert promises.least_bytes(candidate) <= max(maker.model.memory(plan)), candidate
             checked, tightest = checked + 1, max(tightest, least / bound)
     assert checked > 100
-    assert tightest > 0.7
+    nodes = maker.model.cluster.nodes
+    if len({node.accelerator for node in nodes}) == 1:  # else a promise counts on the fastest kind for all devices
+        assert tightest > 0.7
 
 
 def test_a_budget_ends_a_search_with_the_best_so_far_and_says_what_is_left():
