@@ -12,6 +12,7 @@ from auto3d.data.interface import IGNORED as IGNORED
 from auto3d.data.interface import BatchSlice as BatchSlice
 from auto3d.data.interface import DataError as DataError
 from auto3d.data.interface import MicroBatches as MicroBatches
+from auto3d.data.interface import Reading as Reading
 from auto3d.data.interface import TrainingData as TrainingData
 from auto3d.data.settings import SOURCES as SOURCES
 from auto3d.data.settings import DataSettings as DataSettings

@@ -1,6 +1,6 @@
 """The inputs of a rank's micro-batches, made from the samples of a source."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from auto3d.data.field import SEQUENCE_KINDS, InputField
-from auto3d.data.interface import IGNORED, Source
+from auto3d.data.fingerprint import fingerprints
+from auto3d.data.interface import IGNORED, Reading, Source
 from auto3d.data.opening import open_source
 from auto3d.data.order import Order
 
@@ -43,17 +44,43 @@ class Batches:
 
     def micro_batch(self, iteration: int, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
         """The inputs called ``names`` of micro-batch ``index`` of the global batch, each [samples, *shape]."""
-        if not names:
-            return {}
-        first = iteration * self._global_batch + index * self._micro_batch_size + self._first
-        samples = [self._sample(sample, names) for sample in range(first, first + self._samples)]
-        return {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in names}
+        return self.read(iteration, index, names).inputs
 
-    def _sample(self, number: int, names: Collection[str]) -> dict[str, np.ndarray]:
-        """The inputs called ``names`` of sample ``number`` of the training."""
+    def read(self, iteration: int, index: int, names: Collection[str]) -> Reading:
+        """As ``micro_batch``, with the fingerprints of the samples."""
+        if not names:
+            return Reading()
+        first = iteration * self._global_batch + index * self._micro_batch_size + self._first
+        reads = self._settings.reads(names)
+        samples, compared = [], []
+        for number in range(first, first + self._samples):
+            inputs, tokens = self._sample(number, names)
+            samples.append(inputs)
+            if reads:
+                compared.append(self._compared(number, tokens))
+        return Reading(
+            inputs={name: torch.from_numpy(value) for name, value in _arrays(samples).items()},
+            fingerprints=fingerprints(_arrays(compared)) if reads else None,
+        )
+
+    def _compared(self, number: int, tokens: np.ndarray | None) -> dict[str, np.ndarray]:
+        """What all ranks that read sample ``number`` know of it: its place in the source, and its content.
+
+        Where inputs are also made from columns, a rank need not have ``tokens``.
+        """
+        stored, _ = self._stored(number)
+        if tokens is None or self._settings.columns:
+            return {"place": np.array(stored), **self._source.whole(stored)}
+        compared = np.zeros(2 + self._settings.sequence_length + 1, dtype=np.int64)
+        compared[:2] = stored, len(tokens)
+        compared[2 : 2 + len(tokens)] = tokens
+        return {"tokens": compared}
+
+    def _sample(self, number: int, names: Collection[str]) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+        """The inputs called ``names`` of sample ``number`` of the training, and its tokens if one is made from them."""
         inputs: dict[str, np.ndarray] = {}
         tokens: np.ndarray | None = None
-        stored, counts = self._stored(number) if self._reads(names) else (number, True)
+        stored, counts = self._stored(number) if self._settings.reads(names) else (number, True)
         for position, (name, field) in enumerate(self._settings.inputs.items(), start=1):
             if name not in names:
                 continue
@@ -68,12 +95,7 @@ class Batches:
             if field.prefix_length:
                 inputs[name] = inputs[name].copy()
                 inputs[name][: field.prefix_length] = field.prefix
-        return {name: np.asarray(value) for name, value in inputs.items()}
-
-    def _reads(self, names: Collection[str]) -> bool:
-        """Whether an input called one of ``names`` is made from the source."""
-        fields = self._settings.inputs
-        return any(fields[name].kind in (*SEQUENCE_KINDS, "column") for name in names)
+        return {name: np.asarray(value) for name, value in inputs.items()}, tokens
 
     def _stored(self, number: int) -> tuple[int, bool]:
         """The source's number of sample ``number``, and whether its targets count: those that fill a batch do not.
@@ -92,6 +114,11 @@ class Batches:
     @cached_property
     def _order(self) -> Order | None:
         return order_of(self._settings, self._source, seed=self._seed, global_batch=self._global_batch)
+
+
+def _arrays(samples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """[samples, …] of each name."""
+    return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
 def order_of(settings: "DataSettings", source: Source, *, seed: int, global_batch: int) -> Order | None:

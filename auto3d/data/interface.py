@@ -1,7 +1,7 @@
 """What a training asks of its data, and what a source of samples gives."""
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -27,11 +27,23 @@ class BatchSlice:
     replicas: int = 1
 
 
-class MicroBatches(Protocol):
-    """Makes the inputs of one rank's micro-batches. Two ranks that ask for the same input get the same values."""
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a rank has read of one micro-batch."""
 
-    def micro_batch(self, iteration: int, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """The inputs called ``names`` of micro-batch ``index`` of the global batch, each [samples, *shape]."""
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # [samples, *shape] each
+    fingerprints: np.ndarray | None = None
+    """A number of each sample, from all that a process can read of it; None if the inputs are not read but drawn."""
+
+
+class MicroBatches(Protocol):
+    """Makes the inputs of one rank's micro-batches.
+
+    Two ranks that ask for the same input must get the same values. The runtime compares the fingerprints.
+    """
+
+    def read(self, iteration: int, index: int, names: Collection[str]) -> Reading:
+        """The inputs called ``names`` of micro-batch ``index`` of the global batch."""
 
 
 class TrainingData(Protocol):
@@ -43,6 +55,9 @@ class TrainingData(Protocol):
 
         A training whose loss cannot be weighted by these numbers must refuse such data.
         """
+
+    def reads(self, names: Collection[str]) -> bool:
+        """Whether a reading of the inputs called ``names`` has fingerprints."""
 
     def micro_batches(self, part: BatchSlice) -> MicroBatches:
         """The micro-batches of the rank that takes ``part``."""
@@ -59,6 +74,10 @@ class Source(Protocol):
 
     def column(self, sample: int, name: str) -> np.ndarray:
         """The value of the column ``name`` in ``sample``."""
+
+    def whole(self, sample: int) -> Mapping[str, np.ndarray]:
+        """What each process knows that reads any column of ``sample``, to compare: all columns where these are read
+        together, or what tells a table, whose columns are read one by one, from another; nothing if there is none."""
 
     def largest(self, column: str | None) -> int | None:
         """The largest integer in a column, or among the tokens (None); None if that is not known."""

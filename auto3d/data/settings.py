@@ -1,6 +1,6 @@
 """What a training reads: the source of its samples, and how each input of the model is made from them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,10 @@ class DataSettings:
         """Whether an input may hold IGNORED: labels that are padded, columns of targets, and prefixes of -100."""
         labels = any(each.kind in ("labels", "next-tokens") for each in self.inputs.values())
         return (self.fills and labels) or any(each.may_hold_ignored for each in self.inputs.values())
+
+    def reads(self, names: Collection[str]) -> bool:
+        """Whether an input called one of ``names`` is made from the source."""
+        return any(self.inputs[name].kind in (*SEQUENCE_KINDS, "column") for name in names)
 
     @property
     def has_unequal_targets(self) -> bool:

@@ -5,9 +5,9 @@ keeps no activations, and the training afterwards goes on as if there had been n
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -23,12 +23,14 @@ from auto3d.runtime.evaluation_output import Output
 from auto3d.runtime.evaluation_state import check_state, first_pipelines_buffers
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.forward_stage import ForwardStage
+from auto3d.runtime.gathered import of_all_ranks
 from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.layout import lay_out_plan, lay_out_rank, schedules_of
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.rank import Rank, inputs_of
 from auto3d.runtime.tensor_group import TensorParallelRank
 from auto3d.runtime.training import Training
+from auto3d.runtime.waiting import waiting_for
 from auto3d.schedule import without_slices
 from auto3d.schedule.check import check
 from auto3d.schedule.forward_only import forward_only
@@ -45,16 +47,24 @@ class EvaluationResult:
     losses: tuple[float, ...] = ()
     """The mean over each micro-batch, in the order of the samples. It is NaN for one without targets, and for one that
     has targets for different fractions of the places of several terms."""
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # those asked for, as the stages have read them
 
 
 def evaluate(
-    training: Training, data: TrainingData, *, samples: int, outputs: Sequence[str] = (), loss: bool = True
+    training: Training,
+    data: TrainingData,
+    *,
+    samples: int,
+    outputs: Sequence[str] = (),
+    inputs: Sequence[str] = (),
+    loss: bool = True,
 ) -> EvaluationResult:
     """Run the first ``samples`` of ``data`` through the model of ``training`` as it is now, in evaluation mode.
 
-    ``outputs`` names entries of the model's result. Without ``loss`` there is none, and ``data`` needs no inputs that
-    only the loss uses. All ranks must call this with the same arguments, where the training is ``flushed``. The data
-    are asked for whole global batches, of which those samples count that are among the first ``samples``.
+    ``outputs`` names entries of the model's result, and ``inputs`` inputs of its stages, both to return. Without
+    ``loss`` there is none, and ``data`` needs no inputs that only the loss uses. All ranks must call this with the same
+    arguments, where the training is ``flushed``. The data are asked for whole global batches, of which those samples
+    count that are among the first ``samples``.
 
     Raises InputError for what cannot be evaluated: emulated devices, an output that the model lacks or that does not
     have one entry per sample, and a model whose evaluation needs state that its training does not have.
@@ -69,7 +79,7 @@ def evaluate(
         key = tuple(outputs), loss
         if key not in rank.evaluations:
             rank.evaluations[key] = _Evaluation(rank, outputs, loss=loss)
-        return rank.evaluations[key].run(data, samples)
+        return rank.evaluations[key].run(data, samples, inputs)
 
 
 def evaluation_of(captured: CapturedModel, plan: Plan, outputs: Sequence[str] = (), *, loss: bool = True) -> Plan:
@@ -148,26 +158,37 @@ class _Evaluation:
             for pipe_stage, stage in layout.stages.items()
         }
 
-    def run(self, data: TrainingData, samples: int) -> EvaluationResult:
+    def run(self, data: TrainingData, samples: int, returned: Sequence[str]) -> EvaluationResult:
         global_batch = self._layout.plan.global_batch
         if self._loss is not None:
             self._loss.check_samples(samples)
         inputs = inputs_of(self._layout, data, self._rank.device)
         state = self._state()
         memory = {each.name: each.memory(self._layout.micro_batches, self._rank.device) for each in self._outputs}
+        read = _ReadInputs(returned)
         batches = [
-            self._global_batch(inputs, state, memory, number, samples - number * global_batch)
+            self._global_batch(inputs, state, memory, number, samples - number * global_batch, read)
             for number in range(-(-samples // global_batch))
         ]
         inputs.end()
+        self._check_read(inputs, len(batches))
         outputs = {
             output.name: torch.cat([tensors[output.name] for _, tensors in batches])[:samples].to(output.dtype)
             for output in self._outputs
         }
+        found = read.of_all_ranks(samples, self._timeout_s)
         if self._loss is None:
-            return EvaluationResult(loss=None, outputs=outputs)
+            return EvaluationResult(loss=None, outputs=outputs, inputs=found)
         loss, losses = self._loss.total(torch.cat([rows for rows, _ in batches]), samples)
-        return EvaluationResult(loss=loss, outputs=outputs, losses=losses)
+        return EvaluationResult(loss=loss, outputs=outputs, losses=losses, inputs=found)
+
+    def _check_read(self, inputs: MicroBatchInputs, batches: int) -> None:
+        """Raise InputError, on every rank, unless all stages have read the same samples."""
+        shares = [inputs.share(number) for number in range(batches)]
+        totals = of_all_ranks(shares, torch.float64, what="what all ranks have read", timeout_s=self._timeout_s)
+        for number, total in enumerate(totals.sum(dim=0).tolist()):
+            where = f"evaluation, global batch {number + 1}"
+            inputs.check(number, total, where=where, timeout_s=self._timeout_s)
 
     def _state(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers that the stages use, without copies, except of what a forward writes to."""
@@ -183,13 +204,15 @@ class _Evaluation:
         memory: dict[str, torch.Tensor],
         number: int,
         samples: int,
+        read: "_ReadInputs",
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The losses of global batch ``number``, of which the first ``samples`` count, and its outputs, on every rank.
 
         The losses are rows of ``EvaluationLoss``. The outputs that this rank makes come to ``memory``, [micro-batches,
-        …] each.
+        …] each, the inputs that it reads to ``read``.
         """
         rank, layout = self._rank, self._layout
+        own = number * layout.plan.global_batch + layout.replica * (layout.samples // layout.replicas)
         losses: dict[int, ForwardLoss] = {}
         made: dict[str, set[int]] = {output.name: set() for output in self._outputs}
         inputs.start(self._program, {one: stage.stage.inputs for one, stage in self._stages.items()}, number)
@@ -204,7 +227,9 @@ class _Evaluation:
             stage = self._stages[operation.stage, operation.pipe]
             for micro_batch in operation.micro_batches:
                 received = {name: each for name, (each,) in arrived.get(micro_batch, {}).items()}
-                loaded = inputs.of(micro_batch, stage.stage.inputs)
+                loaded = inputs.of(micro_batch, stage.stage)
+                first = own + (layout.first_micro_batch + micro_batch) * layout.samples
+                read.add(first, loaded)
                 sent, kept = stage.forward(micro_batch, state, received, loaded)
                 self._exchange.send_from(step, micro_batch, sent)
                 if self._loss is not None and stage.stage.has_loss:
@@ -224,6 +249,37 @@ class _Evaluation:
         return rows, {
             output.name: output.of_all_ranks(memory[output.name], made[output.name], layout, self._timeout_s)
             for output in self._outputs
+        }
+
+
+class _ReadInputs:
+    """Inputs called ``names`` that the stages of this rank have read, by their first sample."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._read: dict[int, dict[str, torch.Tensor]] = {}
+
+    def add(self, first: int, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Keep what was read of the samples from number ``first`` on."""
+        kept = {name: inputs[name].cpu() for name in self._names if name in inputs}
+        self._read.setdefault(first, {}).update(kept)
+
+    def of_all_ranks(self, samples: int, timeout_s: float) -> dict[str, torch.Tensor]:
+        """Those of the first ``samples``, [samples, …] each, on every rank; without what no stage reads."""
+        if not self._names:
+            return {}
+        found: list[dict[int, dict[str, torch.Tensor]]] = [{}] * dist.get_world_size()
+        with waiting_for("the inputs that all ranks have read", timeout_s):
+            dist.all_gather_object(found, self._read)
+        parts: dict[str, dict[int, torch.Tensor]] = {name: {} for name in self._names}
+        for of_rank in found:
+            for first, inputs in of_rank.items():
+                for name, tensor in inputs.items():
+                    parts[name][first] = tensor
+        return {
+            name: torch.cat([each for _, each in sorted(slices.items())])[:samples]
+            for name, slices in parts.items()
+            if slices
         }
 
 

@@ -163,7 +163,7 @@ class Executor:
         arrived = self._exchange.receive_for(step)
         for micro_batch in step.operation.micro_batches:
             received = {name: tensor for name, tensors in arrived.get(micro_batch, {}).items() for tensor in tensors}
-            inputs = self._inputs.of(micro_batch, stage.stage.inputs)
+            inputs = self._inputs.of(micro_batch, stage.stage)
             self._exchange.send_from(step, micro_batch, stage.forward(micro_batch, received, inputs))
 
     def _backward(self, step: Step) -> None:
@@ -217,8 +217,12 @@ class Executor:
         They are known once the gradients of this rank's stages are summed.
         """
         self._sync.wait({stage for stage, _ in self._stages})
-        total = self._totals.reduce(self._take_loss(0), self._sync.squared_norm(), self._take_counts(0))
-        fraction = self._fraction(total, self._randomness.iteration + 1)
+        iteration = self._randomness.iteration
+        read = self._inputs.share(iteration)
+        total = self._totals.reduce(self._take_loss(0), self._sync.squared_norm(), self._take_counts(0), read)
+        where = f"iteration {iteration + 1}"
+        self._inputs.check(iteration, total.read, where=where, timeout_s=self._run_ahead.timeout_s)
+        fraction = self._fraction(total, iteration + 1)
         assert total.grad_norm is not None
         divisor = fraction * self._loss_scale.value
         if self._loss_scale.is_used:
@@ -229,7 +233,9 @@ class Executor:
 
     def _late(self, total: Total) -> Total:
         """``total`` of the next iteration of an asynchronous program, if nothing is to be divided."""
-        self._fraction(total, self._randomness.iteration + self._known + 1)
+        iteration = self._randomness.iteration + self._known
+        self._inputs.check(iteration, total.read, where=f"iteration {iteration + 1}")
+        self._fraction(total, iteration + 1)
         return total
 
     def _fraction(self, total: Total, iteration: int) -> float:
@@ -268,7 +274,8 @@ class Executor:
         now = perf_counter()
         seconds, self._ended_at = now - self._ended_at, now
         if self._program.asynchronous:
-            self._totals.add(self._take_loss(self._ended), seconds, self._take_counts(self._ended))
+            read = self._inputs.share(self._randomness.iteration + self._ended)
+            self._totals.add(self._take_loss(self._ended), seconds, self._take_counts(self._ended), read)
             for total, earlier_s in self._totals.arrived():
                 yield self._result(self._late(total), earlier_s)
         else:

@@ -8,10 +8,16 @@ import torch.distributed as dist
 from auto3d.runtime.waiting import waiting_for
 
 
-def of_all_ranks(values: Sequence[float] | Sequence[int], dtype: torch.dtype, *, timeout_s: float) -> torch.Tensor:
-    """The ``values`` of every rank, on every rank: [ranks, values]."""
+def of_all_ranks(
+    values: Sequence[float] | Sequence[int],
+    dtype: torch.dtype,
+    *,
+    what: str = "the times and the memory of all ranks",
+    timeout_s: float,
+) -> torch.Tensor:
+    """The ``values`` of every rank, on every rank: [ranks, values]. ``what`` says what it waits for."""
     gathered = torch.zeros(dist.get_world_size(), len(values), dtype=dtype)
     gathered[dist.get_rank()] = torch.tensor(values, dtype=dtype)
-    with waiting_for("the times and the memory of all ranks", timeout_s):
+    with waiting_for(what, timeout_s):
         dist.all_reduce(gathered)
     return gathered

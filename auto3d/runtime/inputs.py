@@ -5,7 +5,9 @@ from collections.abc import Collection, Mapping
 import torch
 
 from auto3d.data import MicroBatches
+from auto3d.partition.stage import Stage
 from auto3d.runtime.loading import Loader, needs_of, pinned_memory_of
+from auto3d.runtime.same_samples import SameSamples
 from auto3d.schedule.program import PipeStage, Program
 
 
@@ -14,7 +16,8 @@ class MicroBatchInputs:
 
     In each iteration a rank runs ``micro_batches`` micro-batches of the global batch, from number
     ``first_micro_batch`` on. A program counts its micro-batches on through its iterations. If it runs each in
-    ``slices`` of its sequence, it counts these, and so do both numbers; every slice takes the inputs of all.
+    ``slices`` of its sequence, it counts these, and so do both numbers; every slice takes the inputs of all. ``same``
+    compares what it reads with what other ranks read; None: nobody does.
     """
 
     def __init__(
@@ -25,12 +28,14 @@ class MicroBatchInputs:
         micro_batches: int,
         slices: int = 1,
         device: torch.device,
+        same: SameSamples | None = None,
     ) -> None:
         self.micro_batches = micro_batches
         self._slices = slices
         self._loader = Loader(batches, pinned_memory_of(device))
         self._first_micro_batch = first_micro_batch
         self._first_iteration = 0
+        self._same = same
 
     def start(self, program: Program, inputs_of: Mapping[PipeStage, Collection[str]], first_iteration: int) -> None:
         """Begin ``program`` with iteration ``first_iteration``; ``inputs_of`` names the inputs of each stage."""
@@ -49,8 +54,21 @@ class MicroBatchInputs:
         """End the loading: no program follows."""
         self._loader.end()
 
-    def of(self, micro_batch: int, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """The inputs called ``names`` of the program's ``micro_batch``, on the device; each [samples, *shape]."""
+    def of(self, micro_batch: int, stage: Stage) -> dict[str, torch.Tensor]:
+        """The inputs of ``stage`` in the program's ``micro_batch``, on the device; each [samples, *shape]."""
         later, index = divmod(micro_batch, self.micro_batches)
         number = (self._first_micro_batch + index) // self._slices
-        return self._loader.inputs(self._first_iteration + later, number, names)
+        iteration = self._first_iteration + later
+        reading = self._loader.read(iteration, number, stage.inputs)
+        if self._same is not None:
+            self._same.note(iteration, number, stage.index, reading.fingerprints)
+        return reading.inputs
+
+    def share(self, iteration: int) -> int:
+        """What this rank adds to the sum by which all ranks compare what they have read in ``iteration``."""
+        return 0 if self._same is None else self._same.share(iteration)
+
+    def check(self, iteration: int, total: float, *, where: str, timeout_s: float | None = None) -> None:
+        """Raise InputError if that sum says that ranks have read different data; see ``SameSamples.check``."""
+        if self._same is not None:
+            self._same.check(iteration, total, where=where, timeout_s=timeout_s)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from auto3d.data import MicroBatches
+from auto3d.data import MicroBatches, Reading
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import PipeStage, Program
 
@@ -92,17 +92,17 @@ class Loader:
             return
         if needs != self._expected:
             self.end()
-            self._prefetcher = _Prefetcher(needs, iterations, self._batches.micro_batch, self._memory)
+            self._prefetcher = _Prefetcher(needs, iterations, self._batches.read, self._memory)
         self._expected = _later(needs, iterations)
 
-    def inputs(self, iteration: int, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """The inputs called ``names`` of micro-batch ``index`` of ``iteration``, on the device; each [samples, *shape].
+    def read(self, iteration: int, index: int, names: Collection[str]) -> Reading:
+        """The inputs called ``names`` of micro-batch ``index`` of ``iteration``, on the device.
 
         An error of the thread that made them is raised here.
         """
         if self._memory is None or not names:
-            return self._batches.micro_batch(iteration, index, names)
-        assert self._prefetcher is not None, "start() comes before inputs()"
+            return self._batches.read(iteration, index, names)
+        assert self._prefetcher is not None, "start() comes before read()"
         return self._prefetcher.take(Need(iteration, index, tuple(names)))
 
     def end(self) -> None:
@@ -145,8 +145,8 @@ class _Buffers:
     copy: PendingCopy | None = None
 
 
-Make = Callable[[int, int, Collection[str]], dict[str, torch.Tensor]]
-Made = tuple[Need, _Buffers] | Exception
+Make = Callable[[int, int, Collection[str]], Reading]
+Made = tuple[Need, _Buffers, Reading] | Exception  # the inputs of the reading are in the buffers
 
 
 class _Prefetcher:
@@ -159,23 +159,23 @@ class _Prefetcher:
         names = dict.fromkeys(name for need in needs for name in need.names)
         example = make(needs[0].iteration, needs[0].index, tuple(names))
         for _ in range(PREFETCHED):
-            self._free.put(_Buffers({name: memory.pinned_like(tensor) for name, tensor in example.items()}))
+            self._free.put(_Buffers({name: memory.pinned_like(tensor) for name, tensor in example.inputs.items()}))
         ended = Event()
         self.end = weakref.finalize(self, _end, ended, self._free)
         # The thread must not refer to this object, because it ends when this object is collected.
         work = (_endless(needs, iterations), make, self._free, self._made, ended)
         Thread(target=_prefetch, args=work, name="inputs", daemon=True).start()
 
-    def take(self, need: Need) -> dict[str, torch.Tensor]:
-        """Device copies of the inputs for ``need``, which must be the next need."""
+    def take(self, need: Need) -> Reading:
+        """What was read for ``need``, which must be the next need, with copies of its inputs on the device."""
         made = self._made.get()
         if isinstance(made, Exception):
             raise made
-        found, buffers = made
+        found, buffers, reading = made
         assert found == need, f"{found} comes next, not {need}"
         copies, buffers.copy = self._memory.queue_copy({name: buffers.pinned[name] for name in need.names})
         self._free.put(buffers)
-        return copies
+        return replace(reading, inputs=copies)
 
 
 def _prefetch(
@@ -193,9 +193,10 @@ def _prefetch(
             assert buffers is not None, "None is only sent to end the thread"
             if buffers.copy is not None:
                 buffers.copy.synchronize()  # the device reads the buffers until then
-            for name, tensor in make(need.iteration, need.index, need.names).items():
+            reading = make(need.iteration, need.index, need.names)
+            for name, tensor in reading.inputs.items():
                 buffers.pinned[name].copy_(tensor)
-            made.put((need, buffers))
+            made.put((need, buffers, replace(reading, inputs={})))
     except Exception as error:
         made.put(error)
 

@@ -39,6 +39,7 @@ from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import capture_slices, rank_program
 from auto3d.runtime.run_ahead import RunAhead
+from auto3d.runtime.same_samples import Readers, SameSamples
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.stage import RunnableStage, StageModule
 from auto3d.runtime.state_part import StatePart
@@ -349,6 +350,7 @@ def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> M
         micro_batches=layout.micro_batches,
         slices=layout.schedule.slices,
         device=device,
+        same=SameSamples(Readers.of(layout, data)),
     )
 
 

@@ -18,6 +18,7 @@ class Total:
     loss: float  # mean over the global batch's micro-batches
     grad_norm: float | None  # before clipping; None if asynchronous: the gradients are never all there at once
     asked_to_end: bool  # whether any rank was asked to end before the iteration was over
+    read: float = 0.0  # sum of the shares by which ranks compare what they have read
     counts: tuple[float, ...] = ()  # targets that the global batch has for each counted term of the loss
 
 
@@ -53,12 +54,13 @@ class Totals:
         loss: torch.Tensor | float,
         squared_norm: torch.Tensor | float,
         counts: Sequence[torch.Tensor | float] = (),
+        read: int = 0,
     ) -> Total:
-        """The sums over all ranks; each gives its ``loss``, ``squared_norm`` and ``counts``, and waits for the others.
+        """The sums over all ranks of what each gives here; it waits for the others.
 
         All ranks give as many ``counts``.
         """
-        totals = self._totals(loss, counts)
+        totals = self._totals(loss, counts, read)
         totals[1].add_(squared_norm)
         what = "the loss and gradient norm of all ranks"
         with waiting_for(what, self._timeout_s):
@@ -66,20 +68,24 @@ class Totals:
         assert work is not None  # because it is asynchronous
         self._run_ahead.wait(work, what)
         self._run_ahead.catch_up()
-        asked, total_norm, total_loss, *total_counts = totals.tolist()
-        return Total(total_loss, total_norm**0.5, asked > 0, tuple(total_counts))
+        asked, total_norm, total_read, total_loss, *total_counts = totals.tolist()
+        return Total(total_loss, total_norm**0.5, asked > 0, total_read, tuple(total_counts))
 
-    def add(self, loss: torch.Tensor | float, seconds: float, counts: Sequence[torch.Tensor | float] = ()) -> None:
+    def add(
+        self, loss: torch.Tensor | float, seconds: float, counts: Sequence[torch.Tensor | float] = (), read: int = 0
+    ) -> None:
         """Keep the sums of an iteration that has ended on this rank until the program begins to sum them."""
-        self._unsummed.append((self._totals(loss, counts), seconds))
+        self._unsummed.append((self._totals(loss, counts, read), seconds))
 
-    def _totals(self, loss: torch.Tensor | float, counts: Sequence[torch.Tensor | float]) -> torch.Tensor:
-        """What this rank adds: whether it is asked to end, 0 in the place of the norm, the loss and the counts."""
-        totals = torch.zeros(3 + len(counts), dtype=torch.float64, device=self._device)
+    def _totals(self, loss: torch.Tensor | float, counts: Sequence[torch.Tensor | float], read: int) -> torch.Tensor:
+        """What this rank adds: whether it is asked to end, 0 in the place of the norm, what it has read, the loss and
+        the counts."""
+        totals = torch.zeros(4 + len(counts), dtype=torch.float64, device=self._device)
         # Not totals[0] = …, which copies a number to a GPU and waits without a deadline until its queue is empty.
         totals[0].add_(self._asked_to_end())
+        totals[2].add_(read)
         if self._counts_loss:
-            for number, value in enumerate((loss, *counts), start=2):
+            for number, value in enumerate((loss, *counts), start=3):
                 totals[number].add_(value)
         return totals
 
@@ -106,5 +112,5 @@ class Totals:
     def _next(self) -> tuple[Total, float]:
         work, totals, seconds = self._summed.popleft()
         wait(work, timeout_s=self._timeout_s, what="the loss of all ranks")
-        asked, _, loss, *counts = totals.tolist()
-        return Total(loss, None, asked > 0, tuple(counts)), seconds
+        asked, _, read, loss, *counts = totals.tolist()
+        return Total(loss, None, asked > 0, read, tuple(counts)), seconds

@@ -14,7 +14,7 @@ from auto3d.runtime.evaluation import evaluate
 from auto3d.schedule import samples_at_once
 from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.pipeline import Pipeline
-from auto3d.trainer.predictions import in_batches, labels_of, mean_loss, output_names
+from auto3d.trainer.predictions import in_batches, mean_loss, output_names
 from auto3d.trainer.rank_zero import of_rank_0
 from auto3d.trainer.samples import CollatedData
 
@@ -62,13 +62,13 @@ def evaluated(
     whole = -(-samples // at_once) * at_once if has_labels else samples
     data.check_fill(whole - samples, pipeline.training.rank.common.terms)
     names = () if loss_only else output_names(pipeline.build, pipeline.inputs, ignored, device=args.device.type)
-    result = evaluate(pipeline.training, data, samples=whole, outputs=names, loss=has_labels)
+    kept = data.label_names if has_labels else ()
+    result = evaluate(pipeline.training, data, samples=whole, outputs=names, inputs=kept, loss=has_labels)
     batch = args.per_device_eval_batch_size
-
-    def read_labels() -> tuple[np.ndarray, ...]:
-        return labels_of(data, samples, batch, data.label_names) if has_labels else ()
-
-    labels = of_rank_0(read_labels, "to read the labels", timeout_s=args.ddp_timeout)
+    # A collator may draw: metrics must get the labels of the draw that the stages have read.
+    if unread := [name for name in kept if name not in result.inputs]:
+        raise InputError(f"Trainer: the model does not use {' and '.join(unread)}, so no stage reads it; leave it out")
+    labels = tuple(result.inputs[name][:samples].numpy() for name in kept)
     predictions = [result.outputs[name][:samples] for name in names]
     if preprocess is not None and predictions:
         if len(predictions) > 1:

@@ -11,7 +11,6 @@ from auto3d.capture.empty import empty_model
 from auto3d.capture.export import InputSpec
 from auto3d.data.interface import IGNORED
 from auto3d.errors import InputError
-from auto3d.trainer.samples import CollatedData
 
 
 def output_names(
@@ -33,15 +32,6 @@ def output_names(
         if not isinstance(result[name], torch.Tensor):
             raise InputError(f"Trainer: output {name} is a {type(result[name]).__name__}; a prediction is one tensor")
     return tuple(names)
-
-
-def labels_of(data: CollatedData, samples: int, batch: int, names: Sequence[str]) -> tuple[np.ndarray, ...]:
-    """The labels called ``names`` of the first ``samples``, [samples, …] each."""
-    parts = [
-        data.collated(range(first, min(samples, first + batch)), [first // batch, 0])
-        for first in range(0, samples, batch)
-    ]
-    return tuple(np.concatenate([part[name].numpy() for part in parts]) for name in names)
 
 
 def mean_loss(

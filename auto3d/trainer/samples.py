@@ -14,7 +14,8 @@ from auto3d.capture.export import InputSpec
 from auto3d.capture.loss_terms import LossTerms
 from auto3d.capture.skeleton import seeded
 from auto3d.data import BatchSlice
-from auto3d.data.interface import IGNORED
+from auto3d.data.fingerprint import fingerprints
+from auto3d.data.interface import IGNORED, Reading
 from auto3d.errors import InputError
 from auto3d.runtime.batch_targets import check_filled
 from auto3d.trainer.padding import Padding
@@ -100,6 +101,9 @@ class CollatedData:
                 "numbers it cannot be filled with samples that do not count; leave out the samples that remain"
             )
 
+    def reads(self, names: Collection[str]) -> bool:
+        return bool(names)
+
     def micro_batches(self, part: BatchSlice) -> "CollatedBatches":
         return CollatedBatches(self, part)
 
@@ -137,10 +141,10 @@ class CollatedBatches:
     def __init__(self, data: CollatedData, part: BatchSlice) -> None:
         self._data, self._part = data, part
 
-    def micro_batch(self, iteration: int, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
+    def read(self, iteration: int, index: int, names: Collection[str]) -> Reading:
         """The inputs called ``names`` of micro-batch ``index`` of the global batch, each [samples, *shape]."""
         if not names:
-            return {}
+            return Reading()
         data, part = self._data, self._part
         size = part.micro_batch_size
         of_iteration = data.order.of(iteration)
@@ -149,7 +153,11 @@ class CollatedBatches:
         check_shapes(batch, data.shapes, samples=len(samples) or 1)
         each = size // part.replicas
         first = part.replica * each
-        return {name: self._filled(name, batch[name], len(samples))[first : first + each] for name in names}
+        own = {name: self._filled(name, value, len(samples))[first : first + each] for name, value in batch.items()}
+        return Reading(
+            inputs={name: own[name] for name in names},
+            fingerprints=fingerprints({name: value.view(torch.uint8).numpy() for name, value in _rows(own).items()}),
+        )
 
     def _filled(self, name: str, value: torch.Tensor, samples: int) -> torch.Tensor:
         """``value`` of ``samples`` samples as a whole micro-batch: its last is repeated, but with ignored labels."""
@@ -160,6 +168,10 @@ class CollatedBatches:
         if name in self._data.label_names:
             filler = torch.full_like(filler, IGNORED)
         return torch.cat([value[:samples], filler])
+
+
+def _rows(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.contiguous().reshape(len(value), -1) for name, value in batch.items()}
 
 
 def check_shapes(batch: Mapping[str, torch.Tensor], shapes: Mapping[str, InputSpec], *, samples: int) -> None:

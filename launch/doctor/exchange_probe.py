@@ -148,16 +148,19 @@ def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float)
         (number, pipe): _FakeStage(_stage(number, transfers), pipe, parameters[_parameter(number)], receipts, load)
         for number, pipe in pipe_stages
     }
-    numbers = {"first_micro_batch": 0, "micro_batches": pattern.micro_batches * schedule.parts}
+    micro_batches = pattern.micro_batches * schedule.parts
     no_data = DataSettings(source="synthetic", files=(), sequence_length=1, vocabulary_size=1, inputs={})
     executor = Executor(
         stages,
         dict.fromkeys(pipe_stages),
         MicroBatchInputs(
-            Batches(no_data, seed=0, global_batch=pattern.micro_batches, micro_batch_size=1), **numbers, device=device
+            Batches(no_data, seed=0, global_batch=pattern.micro_batches, micro_batch_size=1),
+            first_micro_batch=0,
+            micro_batches=micro_batches,
+            device=device,
         ),
         Peers(exchange=messages, sync=sync, totals=totals, run_ahead=run_ahead),
-        randomness=Randomness(0, **numbers, device=device),
+        randomness=Randomness(0, first_micro_batch=0, micro_batches=micro_batches, device=device),
         memory=MemoryWatch(pipeline_device, NOTHING),
         clip_norm=NO_CLIPPING,
         learning_rate=lambda iteration: 0.0,

@@ -63,7 +63,7 @@ class PeerRank:
             needs = [Need(iteration, index, taken) for index in indices]
             loader.start(needs, 1)
             for need in needs:
-                yield loader.inputs(need.iteration, need.index, need.names)
+                yield loader.read(need.iteration, need.index, need.names).inputs
 
     def user_model(self) -> nn.Module:
         """The user's module with its initial weights, on the CPU, as a user of the peer would build it."""

@@ -9,7 +9,7 @@ import torch
 
 from auto3d.capture.shard import joined
 from auto3d.capture.skeleton import seed_all
-from auto3d.data import Batches, BatchSlice
+from auto3d.data import Batches, BatchSlice, Reading
 from auto3d.errors import InputError
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
@@ -192,6 +192,9 @@ class Labelled:
     has_labels: bool = True
     may_ignore_targets: bool = True
 
+    def reads(self, names: Collection[str]) -> bool:
+        return bool(names)
+
     def micro_batches(self, part: BatchSlice) -> "LabelledBatches":
         return LabelledBatches(self, part)
 
@@ -201,8 +204,9 @@ class LabelledBatches:
         self._data, self._part = data, part
         self._text = TEXT.micro_batches(part)
 
-    def micro_batch(self, iteration: int, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
-        made = self._text.micro_batch(iteration, index, names)
+    def read(self, iteration: int, index: int, names: Collection[str]) -> Reading:
+        reading = self._text.read(iteration, index, names)
+        made = reading.inputs
         if "labels" in names:
             assert self._data.has_labels
             size = self._part.micro_batch_size // self._part.replicas
@@ -212,7 +216,7 @@ class LabelledBatches:
                 labels[: 3 * sample % SEQUENCE] = -100
                 if self._data.samples is not None and sample >= self._data.samples:
                     labels[:] = -100
-        return made
+        return reading
 
 
 def evaluate_rank(world: World, case: Case, plan: Plan, samples: int) -> dict:
@@ -252,7 +256,7 @@ def test_a_last_batch_in_part_targets_that_are_ignored_and_predictions(processes
     module.eval()
     everything = Labelled().micro_batches(BatchSlice(seed=plan.seed, global_batch=samples, micro_batch_size=samples))
     with torch.no_grad():
-        expected = module(**everything.micro_batch(0, 0, ("input_ids", "labels")))
+        expected = module(**everything.read(0, 0, ("input_ids", "labels")).inputs)
     for found in ranks:
         assert found["all"].loss == pytest.approx(expected["loss"].item(), rel=1e-5)
         assert np.isfinite(found["all"].losses).all()

@@ -60,7 +60,7 @@ def needs(iteration: int, micro_batches: int = 4) -> list[Need]:
 
 
 def take(loader: Loader, wanted: list[Need]) -> list[dict[str, torch.Tensor]]:
-    return [loader.inputs(need.iteration, need.index, need.names) for need in wanted]
+    return [loader.read(need.iteration, need.index, need.names).inputs for need in wanted]
 
 
 def assert_inputs(wanted: list[Need], found: list[dict[str, torch.Tensor]], memory: LateMemory) -> None:
@@ -88,10 +88,10 @@ def test_the_inputs_of_an_equal_next_program_are_prefetched():
     made = threading.Event()
 
     class Watched(Batches):
-        def micro_batch(self, iteration, index, names):
+        def read(self, iteration, index, names):
             if iteration == 6:
                 made.set()
-            return super().micro_batch(iteration, index, names)
+            return super().read(iteration, index, names)
 
     memory = LateMemory()
     loader = Loader(Watched(TOKENS, seed=3, global_batch=16, micro_batch_size=4), memory)
@@ -107,10 +107,10 @@ def test_an_error_is_raised_unchanged_when_its_micro_batch_is_needed():
     error = DataError("files: no.txt: No such file or directory")
 
     class Broken(Batches):
-        def micro_batch(self, iteration, index, names):
+        def read(self, iteration, index, names):
             if index == 2:
                 raise error
-            return super().micro_batch(iteration, index, names)
+            return super().read(iteration, index, names)
 
     loader = Loader(Broken(TOKENS, seed=3, global_batch=16, micro_batch_size=4), LateMemory())
     loader.start(needs(0), iterations=1)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from auto3d.capture.graph import Value
+from auto3d.data import Reading
 from auto3d.partition.stage import Transfer
 from auto3d.runtime import exchange, gradient_sync, run_ahead, slice_collectives, totals, waiting, world
 from auto3d.runtime.exchange import Exchange
@@ -211,7 +212,7 @@ def _run_rank(
         stages,
         optimizers,
         MicroBatchInputs(
-            SimpleNamespace(micro_batch=lambda *_: {}),
+            SimpleNamespace(read=lambda *_: Reading()),
             first_micro_batch=pipeline * micro_batches,
             micro_batches=micro_batches,
             device=device,

@@ -1,6 +1,8 @@
 """Trainers of small models, and what is wrong with some of them. As a script: train the one called by the argument."""
 
+import os
 import sys
+from random import SystemRandom
 
 import numpy as np
 import torch
@@ -46,7 +48,7 @@ def llama(**sizes):
     return LlamaForCausalLM(LlamaConfig(**SIZES | sizes))
 
 
-def trainer(model=None, data=None, *, collator=None, eval_dataset=None, callbacks=(), **arguments):
+def trainer(model=None, data=None, *, collator=None, eval_dataset=None, callbacks=(), metrics=None, **arguments):
     defaults = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
     defaults |= {"learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "report_to": []}
     return Trainer(
@@ -55,6 +57,7 @@ def trainer(model=None, data=None, *, collator=None, eval_dataset=None, callback
         train_dataset=with_labels(rows()) if data is None else data,
         eval_dataset=eval_dataset,
         data_collator=collator,
+        compute_metrics=metrics,
         callbacks=list(callbacks),
     )
 
@@ -99,12 +102,49 @@ FAULTS = {  # code that makes the trainer, and words of its error
         lambda: trainer(data=with_labels(faulty(rows(), 23, [5] * 12))),
         "if samples differ in length, give TrainingArguments.sequence_length",
     ),
+    "another order on each rank": (
+        lambda: trainer(data=with_labels(SystemRandom().sample(rows(), 32))),
+        "iteration 1: ranks 0 and 1 have read different data for sample ",
+    ),
     "another model": (Resuming, "it belongs to another model"),
     "label smoothing": (
         lambda: trainer(label_smoothing_factor=0.1),
         "TrainingArguments.label_smoothing_factor: found 0.1; it takes 0.0",
     ),
 }
+
+
+class Masks:
+    """Hides three places of each sample, drawn by torch's own generator, by one of this object's or by the system's."""
+
+    def __init__(self, draws):
+        self.draws = {"global": torch.rand, "own": np.random.default_rng(3).random, "system": drawn_by_system}[draws]
+
+    def __call__(self, samples):
+        tokens = torch.tensor([sample["input_ids"] for sample in samples])
+        hidden = torch.as_tensor(self.draws(tuple(tokens.shape))).argsort(dim=1) < 3
+        return {"input_ids": tokens.masked_fill(hidden, 1), "labels": tokens.masked_fill(~hidden, -100)}
+
+
+def drawn_by_system(shape):
+    return np.frombuffer(os.urandom(8 * shape[0] * shape[1]), dtype=np.uint64).reshape(shape).astype(np.float64)
+
+
+def loss_of_predictions(result):
+    """The mean cross-entropy of the labels that metrics get."""
+    logits, labels = torch.from_numpy(result.predictions), torch.from_numpy(result.label_ids)
+    return {"of_predictions": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()}
+
+
+def evaluated_under_masks(draws):
+    """Metrics of an evaluation whose collator draws."""
+    set_seed(0)
+    model = BertForMaskedLM(BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    data = [{"input_ids": row} for row in rows()]
+    options = {"max_steps": 1, "per_device_eval_batch_size": 4, "remove_unused_columns": False}
+    made = trainer(model, data, collator=Masks(draws), eval_dataset=data[:8], metrics=loss_of_predictions, **options)
+    made.train()
+    return made.evaluate()
 
 
 def masked_with(data):

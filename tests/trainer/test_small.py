@@ -60,6 +60,23 @@ def test_a_pipeline_trains_as_one_process_does(processes, tmp_path):
     assert two["evaluated"] == [1]
 
 
+def metrics_under_masks(world, folder, port):
+    as_rank(world, port)
+    os.chdir(folder)
+    init(pp=world.size)
+    found = [small.evaluated_under_masks("global"), small.evaluated_under_masks("own")]
+    with pytest.raises(InputError) as caught:
+        small.evaluated_under_masks("system")
+    return found, str(caught.value)
+
+
+def test_metrics_get_the_labels_of_the_masks_that_the_model_has_seen(processes, tmp_path):
+    for found, error in processes.run(2, metrics_under_masks, tmp_path, free_port()):
+        for metrics in found:  # each sample has as many targets, so the means of batches are the mean of all
+            assert metrics["eval_of_predictions"] == pytest.approx(metrics["eval_loss"], rel=1e-5)
+        assert error.startswith("iteration 1: ranks 0 and 1 have read different data for sample 0 of the global batch")
+
+
 def lines_of_faults(world, folder, port):
     as_rank(world, port)
     os.chdir(folder)

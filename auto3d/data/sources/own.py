@@ -59,6 +59,9 @@ class OwnDataset:
             raise DataError(f"{where} has {found}; it takes {list(field.shape)} of {field.dtype_name}")
         return checked(value.astype(field.dtype_name), field, name)
 
+    def whole(self, sample: int) -> dict[str, np.ndarray]:
+        return {name: self.column(sample, name) for name in self._fields}
+
     def largest(self, column: str | None) -> int | None:
         return None
 

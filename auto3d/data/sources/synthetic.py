@@ -29,6 +29,9 @@ class SyntheticTokens:
     def column(self, sample: int, name: str) -> np.ndarray:
         raise DataError(f"source synthetic has no column {name}")
 
+    def whole(self, sample: int) -> dict[str, np.ndarray]:
+        return {}
+
     def largest(self, column: str | None) -> int | None:
         return self._size - 1
 

@@ -37,6 +37,9 @@ class TextWindows:
     def column(self, sample: int, name: str) -> np.ndarray:
         raise DataError(f"source text has no column {name}")
 
+    def whole(self, sample: int) -> dict[str, np.ndarray]:
+        return {}
+
     def largest(self, column: str | None) -> int | None:
         return BYTE_VALUES - 1
 

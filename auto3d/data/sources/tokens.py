@@ -62,6 +62,9 @@ class TokenFiles:
     def column(self, sample: int, name: str) -> np.ndarray:
         raise DataError(f"source tokens has no column {name}")
 
+    def whole(self, sample: int) -> dict[str, np.ndarray]:
+        return {}
+
     def largest(self, column: str | None) -> int | None:
         return int(self._largest)
 

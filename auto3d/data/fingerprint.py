@@ -1,0 +1,54 @@
+"""Fingerprints of samples: numbers by which processes that read the same samples find out whether they did."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from zlib import crc32
+
+import numpy as np
+
+BITS = 40  # of a fingerprint: sums over the ranks of a cluster stay whole numbers in float64
+_ODD = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
+
+
+def fingerprints(values: Mapping[str, np.ndarray]) -> np.ndarray:
+    """A fingerprint of each of several samples: [samples], of BITS bits in uint64.
+
+    ``values`` has arrays of any type, [samples, …] each. One changed bit, or another name, changes the number.
+    """
+    sums: np.ndarray = np.zeros(1, dtype=np.uint64)
+    for name, value in values.items():
+        words = _words(value)
+        sums = sums + words @ _weights(name, words.shape[1])
+    return _mixed(sums) >> np.uint64(64 - BITS)
+
+
+def total(found: np.ndarray, first: int) -> int:
+    """A number, of BITS bits, of the fingerprints ``found`` of samples from number ``first`` on, each at its place."""
+    return int(found @ _odd(first, first + len(found))) % (1 << BITS)
+
+
+def _words(value: np.ndarray) -> np.ndarray:
+    """The bytes of each row: [rows, words of 8 bytes], filled up with zeros."""
+    rows = np.ascontiguousarray(value).reshape(len(value), -1).view(np.uint8)
+    if missing := -rows.shape[1] % 8:
+        rows = np.pad(rows, ((0, 0), (0, missing)))
+    return rows.view(np.uint64)
+
+
+@lru_cache(64)
+def _weights(name: str, words: int) -> np.ndarray:
+    first = crc32(name.encode()) << 31
+    return _odd(first, first + words)
+
+
+def _odd(first: int, stop: int) -> np.ndarray:
+    """An odd factor for each place from ``first`` on: a multiple by an odd number loses no bit."""
+    return _mixed(np.arange(first, stop, dtype=np.uint64)) | np.uint64(1)
+
+
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    """A permutation of uint64 that spreads each bit (the last steps of splitmix64: Steele et al., 2014)."""
+    numbers = numbers + np.uint64(_ODD)
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))

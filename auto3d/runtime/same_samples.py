@@ -1,0 +1,121 @@
+"""Compares what ranks have read: all stages of a pipeline that read a micro-batch must have read the same samples.
+
+Where they did not, one stage would get a sample and another the label of a different one, and training would go on
+without an error.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch.distributed as dist
+
+from auto3d.data import TrainingData
+from auto3d.data.fingerprint import BITS, total
+from auto3d.errors import InputError
+from auto3d.runtime.layout import RankLayout
+from auto3d.runtime.waiting import waiting_for
+
+CAUSE = (
+    "each rank reads by itself, so what it reads must follow from the position of a sample alone: seed whatever draws "
+    "at random, sort what comes from a set or a folder, and change no file during the training"
+)
+_MODULUS = 1 << BITS
+
+
+class SamplesDifferError(InputError):
+    """Ranks have read different data for the same sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readers:
+    """Who reads each micro-batch of a pipeline: some stages, on each shard of a tensor-parallel group."""
+
+    stages: tuple[int, ...]  # stages that read something with fingerprints
+    shard: int
+    shards: int
+    first_sample: int  # first sample of this rank's slice of each micro-batch
+    samples: int  # samples of a micro-batch
+
+    @classmethod
+    def of(cls, layout: RankLayout, data: TrainingData) -> "Readers":
+        return cls(
+            stages=tuple(stage.index for stage in layout.model_stages if data.reads(stage.inputs)),
+            shard=layout.shard,
+            shards=layout.plan.tp,
+            first_sample=layout.replica * (layout.samples // layout.replicas),
+            samples=layout.samples,
+        )
+
+    def first(self, micro_batch: int) -> int:
+        """The number in the global batch of the first sample that this rank reads of ``micro_batch``."""
+        return micro_batch * self.samples + self.first_sample
+
+    def factor(self, stage: int) -> int:
+        """Factor of what ``stage`` reads on this rank; the factors of all readers of a micro-batch sum up to 0."""
+        others = len(self.stages) * self.shards - 1
+        return others if (stage, self.shard) == (self.stages[0], 0) else -1
+
+
+class SameSamples:
+    """The fingerprints of what this rank has read, until those of an iteration are known to agree.
+
+    Each rank adds a number to a sum over all ranks that goes anyway: the fingerprints that it has read, each with a
+    weight of its place and times ``Readers.factor``, modulo 2**BITS. The sum is 0 modulo 2**BITS if all readers agree
+    about each sample; if they do not, it is with a probability of 2**-BITS.
+    """
+
+    def __init__(self, readers: Readers) -> None:
+        self._readers = readers
+        self._read: defaultdict[int, dict[tuple[int, int], np.ndarray]] = defaultdict(dict)
+
+    def note(self, iteration: int, micro_batch: int, stage: int, fingerprints: np.ndarray | None) -> None:
+        """Note what ``stage`` has read of ``micro_batch`` of the global batch."""
+        if fingerprints is not None:
+            self._read[iteration][stage, micro_batch] = fingerprints
+
+    def share(self, iteration: int) -> int:
+        """What this rank adds to the sum of ``iteration``."""
+        own, read = self._readers, self._read.get(iteration, {})
+        return (
+            sum(own.factor(stage) * total(each, own.first(number)) for (stage, number), each in read.items()) % _MODULUS
+        )
+
+    def check(self, iteration: int, sum_of_shares: float, *, where: str, timeout_s: float | None = None) -> None:
+        """Raise SamplesDifferError, on every rank, if the ``sum_of_shares`` of all ranks says that readers disagree.
+
+        The error says ``where``. With ``timeout_s``, for which all ranks must be at the end of the same iteration, it
+        names the sample.
+        """
+        read = self._read.pop(iteration, {})
+        if sum_of_shares % _MODULUS == 0:
+            return
+        what = "ranks have read different data" if timeout_s is None else self._difference(read, timeout_s)
+        raise SamplesDifferError(f"{where}: {what}; {CAUSE}")
+
+    def _difference(self, read: dict[tuple[int, int], np.ndarray], timeout_s: float) -> str:
+        mine = [
+            (sample, int(number))
+            for (_, micro_batch), each in read.items()
+            for sample, number in enumerate(each, start=self._readers.first(micro_batch))
+        ]
+        found: list[Sequence[tuple[int, int]]] = [()] * dist.get_world_size()
+        with waiting_for("what all ranks have read", timeout_s):
+            dist.all_gather_object(found, mine)
+        return _first_difference(found)
+
+
+def _first_difference(found: Sequence[Sequence[tuple[int, int]]]) -> str:
+    """In words, the first sample that two ranks have read differently; ``found`` has (sample, fingerprint) per rank."""
+    seen: dict[int, dict[int, int]] = defaultdict(dict)  # sample -> fingerprint -> the first rank that has it
+    for rank, pairs in enumerate(found):
+        for sample, number in pairs:
+            seen[sample].setdefault(number, rank)
+    differs = [sample for sample, numbers in seen.items() if len(numbers) > 1]
+    if not differs:
+        return "not all ranks have read as many samples"
+    sample = min(differs)
+    one, other, *_ = sorted(seen[sample].values())
+    who = f"rank {one} has" if one == other else f"ranks {one} and {other} have"
+    return f"{who} read different data for sample {sample} of the global batch"

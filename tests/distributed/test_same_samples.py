@@ -1,0 +1,84 @@
+"""Ranks that read different data for the same sample end the training, with the sample and the ranks."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from auto3d.data import DataSettings
+from auto3d.plan import Plan
+from auto3d.runtime.same_samples import SamplesDifferError
+from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.training import Training
+from auto3d.runtime.world import World, leave
+from auto3d.schedule import samples_at_once
+from tests.distributed.parity import ADAMW, make_plan
+from tests.distributed.test_uneven import make_plan as uneven_plan
+from tests.models import SEQUENCE, TEXT, captured
+
+ITERATION, SAMPLE, PLACE = 3, 5, 7  # of the fault: iteration and its sample, from 0, and the token in the sample
+
+
+def token_files(folder: Path, global_batch: int, *, swapped: bool) -> None:
+    """A file of tokens, and a second one in which one token is another, or two samples are ``swapped``."""
+    tokens = np.random.default_rng(1).integers(0, 256, 6 * global_batch * SEQUENCE, dtype=np.uint16)
+    np.save(folder / "right.npy", tokens)
+    samples = tokens.reshape(-1, SEQUENCE)
+    first = ITERATION * global_batch
+    if swapped:
+        samples[[first + SAMPLE, first + SAMPLE + 1]] = samples[[first + SAMPLE + 1, first + SAMPLE]]
+    else:
+        samples[first + SAMPLE, PLACE] ^= 1
+    np.save(folder / "wrong.npy", tokens)
+
+
+def data_of(rank: int, folder: Path, wrong: int) -> DataSettings:
+    file = folder / ("wrong.npy" if rank == wrong else "right.npy")
+    return replace(TEXT, source="tokens", files=(str(file),), shuffle=False, cache=folder / file.stem)
+
+
+def train_rank(world: World, model: str, plan: Plan, folder: Path, wrong: int) -> tuple[int, str]:
+    """The number of iterations that it ran, and the error that ended it."""
+    clip_norm = 0.0 if plan.schedule == "pipedream" else ADAMW.clip_norm
+    optimizer = replace(ADAMW, clip_norm=clip_norm)
+    settings = TrainingSettings(iterations=6, optimizer=optimizer, device="cpu", threads_per_rank=1, timeout_s=60)
+    done = 0
+    try:
+        data = data_of(world.rank, folder, wrong)
+        training = Training(captured(model, samples_at_once(plan)), plan, settings, data, world)
+        for _ in training.iterations():
+            done += 1
+    except SamplesDifferError as error:
+        return done, str(error)
+    finally:
+        leave()
+    return done, ""
+
+
+PLANS = {
+    "pipeline": ("gpt2", lambda: make_plan("gpt2", dp=1, pp=2)),
+    "two pipelines": ("gpt2", lambda: make_plan("gpt2", dp=2, pp=2)),
+    "tensor-parallel": ("gpt2-4-heads", lambda: make_plan("gpt2-4-heads", dp=1, pp=1, tp=2)),
+    "both": ("gpt2-4-heads", lambda: make_plan("gpt2-4-heads", dp=1, pp=2, tp=2)),
+    "two pipes": ("gpt2", lambda: make_plan("gpt2", dp=1, pp=2, schedule="chimera")),
+    "replicas": ("gpt2", lambda: uneven_plan("gpt2", [1, 2])),
+    "slices": ("llama", lambda: make_plan("llama", dp=1, pp=2, schedule="seq1f1b", options={"slices": 2})),
+    "asynchronous": ("llama", lambda: make_plan("llama", dp=1, pp=2, schedule="pipedream")),
+}
+
+
+@pytest.mark.parametrize(("name", "swapped"), [*((name, False) for name in PLANS), ("pipeline", True)])
+def test_one_token_of_one_sample_or_two_samples_in_another_order(name, swapped, processes, tmp_path):
+    model, make = PLANS[name]
+    plan = make()
+    captured(model, samples_at_once(plan))
+    token_files(tmp_path, plan.global_batch, swapped=swapped)
+    wrong = plan.placement[-1][-1]
+    assert processes.run(plan.ranks, train_rank, model, plan, tmp_path, -1) == [(6, "")] * plan.ranks
+    for done, error in processes.run(plan.ranks, train_rank, model, plan, tmp_path, wrong):
+        assert done <= ITERATION
+        assert error.startswith(f"iteration {ITERATION + 1}: "), error
+        if name != "asynchronous":  # there, no two ranks are at the same place
+            assert f"have read different data for sample {SAMPLE} of the global batch" in error
+            assert str(wrong) in error.partition("have")[0]
