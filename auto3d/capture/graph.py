@@ -6,6 +6,7 @@ from functools import cached_property
 from math import prod
 
 _NORMALISATIONS = ("aten.batch_norm.default", "aten.instance_norm.default")
+BATCH_STATISTICS = ("aten.batch_norm.default", "aten._native_batch_norm_legit_functional.default")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isclose
 
+from auto3d.capture.graph import BATCH_STATISTICS, Graph
 from auto3d.capture.loss_terms import ACCEPTED, LossTerms
 from auto3d.errors import InputError
 from auto3d.runtime.settings import TrainingSettings
@@ -104,6 +105,18 @@ def check_filled(terms: LossTerms, because: str) -> None:
     """
     if counts := [*terms.constant, *terms.other]:
         raise InputError(f"{because}, and {', '.join(counts)} of the loss would count them; it takes {ACCEPTED}")
+
+
+def check_statistics(graph: Graph, because: str, remedy: str) -> None:
+    """Raise InputError if samples that fill a batch would change what the others give; it says why, and the remedy.
+
+    Batch normalisation counts them in its means, and a buffer that the forward writes to keeps them.
+    """
+    for node in graph.nodes:
+        buffer = next(iter(sorted(graph.written_buffers.intersection(node.state))), None)
+        if buffer is not None or node.operator in BATCH_STATISTICS:
+            what = f"the buffer {buffer}" if buffer is not None else f"the batch statistics of {node.module}"
+            raise InputError(f"{because}, and {what} would count them; {remedy}")
 
 
 def targets_vary(terms: LossTerms, *, may_ignore: bool) -> bool:

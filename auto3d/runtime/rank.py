@@ -22,7 +22,7 @@ from auto3d.data import BatchSlice, DataSettings, TrainingData
 from auto3d.plan import Plan
 from auto3d.runtime.agreement import check_agreement
 from auto3d.runtime.backend import Backend, RealBackend, trained_parameters
-from auto3d.runtime.batch_targets import BatchTargets, check_loss, targets_vary
+from auto3d.runtime.batch_targets import BatchTargets, check_loss, check_statistics, targets_vary
 from auto3d.runtime.clock_offset import seconds_ahead
 from auto3d.runtime.device_clock import DeviceClock
 from auto3d.runtime.emulated import EmulatedBackend
@@ -150,14 +150,18 @@ def check_plan(
     It makes the program of every size that a rank needs, so that ranks forked afterwards capture and derive nothing.
     """
     common = lay_out_plan(captured, plan, settings)
-    may_ignore = data is not None and data.may_ignore_targets
-    check_loss(common.terms, common.schedule, settings, may_ignore=may_ignore, fills=_fills(data))
+    _check_data(common, data)
     capture_slices(captured, plan)
 
 
-def _fills(data: TrainingData | None) -> bool:
-    """Whether ``data`` completes a global batch with samples that do not count."""
-    return isinstance(data, DataSettings) and data.last_batch == "pad"
+def _check_data(common: PlanLayout, data: TrainingData | None) -> None:
+    """Raise InputError where training on ``data`` would not be that of one process."""
+    fills = isinstance(data, DataSettings) and data.last_batch == "pad"  # with samples that do not count
+    may_ignore = data is not None and data.may_ignore_targets
+    check_loss(common.terms, common.schedule, common.settings, may_ignore=may_ignore, fills=fills)
+    if fills:
+        because = "data.last_batch: found pad, which adds samples that must not count"
+        check_statistics(common.captured.graph, because, "use drop")
 
 
 def build_rank(
@@ -181,8 +185,7 @@ def build_rank(
         keep_freed_memory()
     # Everything else follows from the layout; a plan that does not fit is refused before any rank waits for another.
     common = lay_out_plan(captured, plan, settings, schedule)
-    may_ignore = data.may_ignore_targets
-    check_loss(common.terms, common.schedule, settings, may_ignore=may_ignore, fills=_fills(data))
+    _check_data(common, data)
     layout = lay_out_rank(common, world.rank)
     # Programs need no peers, but every connection below is made for the messages and sums that they have.
     programs = _programs(layout)

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from auto3d.capture.export import InputSpec
+from auto3d.capture.graph import Graph
 from auto3d.capture.loss_terms import LossTerms
 from auto3d.capture.skeleton import seeded
 from auto3d.data import BatchSlice
 from auto3d.data.fingerprint import fingerprints
 from auto3d.data.interface import IGNORED, Reading
 from auto3d.errors import InputError
-from auto3d.runtime.batch_targets import check_filled
+from auto3d.runtime.batch_targets import check_filled, check_statistics
 from auto3d.trainer.padding import Padding
 
 
@@ -88,17 +89,21 @@ class CollatedData:
         """Whether labels may be IGNORED; those of a regression may not."""
         return any(not self.shapes[name].dtype.is_floating_point for name in self.label_names if name in self.shapes)
 
-    def check_fill(self, missing: int, terms: LossTerms | None = None) -> None:
+    def check_fill(self, missing: int, terms: LossTerms | None = None, trained: Graph | None = None) -> None:
         """Raise InputError if a batch that lacks ``missing`` samples cannot be filled with ones that do not count.
 
-        With ``terms`` it also does where one of these terms of the loss would count them all the same.
+        With ``terms`` it also does where one of these terms of the loss would count them all the same, and with
+        ``trained`` where this Graph normalises by the statistics of a batch.
         """
+        because = f"train_dataset or eval_dataset: a batch lacks {missing} samples"
+        if missing and trained is not None:
+            check_statistics(trained, f"{because}, which others would fill", "set dataloader_drop_last=True")
         if missing and terms is not None:
-            check_filled(terms, f"train_dataset or eval_dataset: a batch lacks {missing} samples")
+            check_filled(terms, because)
         if missing and not self.may_ignore_targets:
             raise InputError(
-                f"train_dataset or eval_dataset: a batch lacks {missing} samples, and without labels that are whole "
-                "numbers it cannot be filled with samples that do not count; leave out the samples that remain"
+                f"{because}, and without labels that are whole numbers it cannot be filled with samples that do not "
+                "count; leave out the samples that remain"
             )
 
     def reads(self, names: Collection[str]) -> bool:

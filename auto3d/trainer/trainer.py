@@ -199,7 +199,8 @@ class Trainer(transformers.Trainer):
         if resume_from_checkpoint is not None:
             checkpoints = Checkpoints(folder=Path(resume_from_checkpoint), every=None)
         training = self._start(data, max_steps, checkpoints)
-        data.check_fill(missing, training.rank.common.terms)
+        common = training.rank.common
+        data.check_fill(missing, common.terms, common.captured.graph)
         if training.first != self.state.global_step:
             raise InputError(
                 f"Trainer.train: resume_from_checkpoint: {resume_from_checkpoint}: its state is after "

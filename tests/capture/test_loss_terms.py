@@ -1,6 +1,7 @@
 """Which losses are means over targets that can be counted, and which are refused where data may ignore targets."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from torch.nn import functional
 
 from auto3d.capture.export import InputSpec, export
 from auto3d.capture.loss_terms import LossTerms, loss_terms
+from auto3d.capture.model import capture
 from auto3d.errors import InputError
-from auto3d.runtime.batch_targets import BatchTargets, check_loss
+from auto3d.runtime.batch_targets import BatchTargets, check_loss, check_statistics
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.schedule import build_schedule
 
@@ -167,6 +169,31 @@ def test_data_that_fills_a_batch_needs_a_loss_that_ignores_the_filling(name):
     check_loss(found, ONE_BY_ONE, SETTINGS, may_ignore=True)
     with pytest.raises(InputError, match="last_batch=pad adds samples that must not count"):
         check_loss(found, ONE_BY_ONE, SETTINGS, may_ignore=True, fills=True)
+
+
+class Normalised(nn.Module):
+    def __init__(self, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.norm = norm()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.body(x)).square().mean()
+
+
+NORMS = {
+    "the buffer norm.num_batches_tracked": lambda: nn.BatchNorm1d(4),
+    "the batch statistics of norm": lambda: nn.BatchNorm1d(4, track_running_stats=False),
+    "": lambda: nn.LayerNorm(4),
+}
+
+
+@pytest.mark.parametrize("found", NORMS)
+def test_batch_statistics_would_count_what_fills_a_batch(found):
+    inputs = {"x": InputSpec(shape=(4,), dtype=torch.float32)}
+    graph = capture(lambda: Normalised(NORMS[found]), inputs, 2).graph
+    with pytest.raises(InputError, match=f"^why, and {found} would count them; remedy$") if found else nullcontext():
+        check_statistics(graph, "why", "remedy")
 
 
 def test_class_weights_are_counted():

@@ -106,12 +106,27 @@ FAULTS = {  # code that makes the trainer, and words of its error
         lambda: trainer(data=with_labels(SystemRandom().sample(rows(), 32))),
         "iteration 1: ranks 0 and 1 have read different data for sample ",
     ),
+    "batch norm and a last batch in part": (
+        lambda: trainer(
+            Normalised(), [{"x": torch.rand(4), "labels": i % 3} for i in range(18)], num_train_epochs=2, max_steps=-1
+        ),
+        "a batch lacks 2 samples, which others would fill, and the buffer norm.num_batches_tracked would count them",
+    ),
     "another model": (Resuming, "it belongs to another model"),
     "label smoothing": (
         lambda: trainer(label_smoothing_factor=0.1),
         "TrainingArguments.label_smoothing_factor: found 0.1; it takes 0.0",
     ),
 }
+
+
+class Normalised(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm, self.head = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)
+
+    def forward(self, x, labels):
+        return {"loss": torch.nn.functional.cross_entropy(self.head(self.norm(self.body(x))), labels)}
 
 
 class Masks:
