@@ -72,14 +72,24 @@ def evaluate(
     assert training.flushed, "an evaluation comes between two iterations"
     if samples < 1:
         raise InputError(f"evaluation: found {samples} samples; it takes 1 or more")
+    with _random_states_kept(training.rank.device):
+        return _evaluation(training.rank, outputs, loss=loss).run(data, samples, inputs)
+
+
+def prepare_evaluation(training: Training, *, outputs: Sequence[str] = (), loss: bool = True) -> None:
+    """Make what ``evaluate`` with these arguments needs of the model, and raise its errors, without data."""
+    with _random_states_kept(training.rank.device):
+        _evaluation(training.rank, outputs, loss=loss)
+
+
+def _evaluation(rank: Rank, outputs: Sequence[str], *, loss: bool) -> "_Evaluation":
     if not (loss or outputs):
         raise InputError("evaluation: found neither a loss nor outputs to compute; it takes at least one")
-    rank = training.rank
-    with _random_states_kept(rank.device):
-        key = tuple(outputs), loss
-        if key not in rank.evaluations:
-            rank.evaluations[key] = _Evaluation(rank, outputs, loss=loss)
-        return rank.evaluations[key].run(data, samples, inputs)
+    key = tuple(outputs), loss
+    if key not in rank.evaluations:
+        rank.evaluations[key] = _Evaluation(rank, outputs, loss=loss)
+    found: _Evaluation = rank.evaluations[key]
+    return found
 
 
 def evaluation_of(captured: CapturedModel, plan: Plan, outputs: Sequence[str] = (), *, loss: bool = True) -> Plan:

@@ -10,7 +10,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
 from auto3d.errors import InputError
-from auto3d.runtime.evaluation import evaluate
+from auto3d.runtime.evaluation import evaluate, prepare_evaluation
 from auto3d.schedule import samples_at_once
 from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.pipeline import Pipeline
@@ -30,7 +30,17 @@ class Evaluated:
     at_once: int
 
 
-def evaluated(
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What an evaluation computes, checked without running it."""
+
+    samples: int
+    outputs: tuple[str, ...]  # entries of the model's result that are predictions
+    has_labels: bool
+    at_once: int  # samples that run at once
+
+
+def check_evaluation(
     pipeline: Pipeline,
     data: CollatedData,
     args: TrainingArguments,
@@ -38,12 +48,11 @@ def evaluated(
     samples: int,
     loss_only: bool,
     ignored: Sequence[str],
-    preprocess: Callable[..., torch.Tensor] | None,
-) -> Evaluated:
-    """Run the first ``samples`` of ``data`` through the pipeline, which has started; all ranks must call it.
+) -> Evaluation:
+    """The evaluation of the first ``samples`` of ``data`` in the pipeline, which has started; all ranks must call it.
 
-    The predictions are the model's outputs but ``ignored``, after ``preprocess``. Raises InputError where samples have
-    neither labels nor predictions, or other shapes than those that the model was captured for.
+    Raises InputError where samples have neither labels nor predictions, or other shapes than those that the model was
+    captured for, where the loss would count samples that fill a batch, and where the model cannot be evaluated.
     """
     assert pipeline.training is not None
     has_labels = bool(data.label_names) and all(name in data.shapes for name in data.label_names)
@@ -59,9 +68,33 @@ def evaluated(
                 f"{list(pipeline.inputs[name].shape)}: pad all samples to TrainingArguments.sequence_length"
             )
     at_once = samples_at_once(pipeline.training.rank.common.plan)
-    whole = -(-samples // at_once) * at_once if has_labels else samples
-    data.check_fill(whole - samples, pipeline.training.rank.common.terms)
+    if has_labels:
+        data.check_fill(-samples % at_once, pipeline.training.rank.common.terms)
     names = () if loss_only else output_names(pipeline.build, pipeline.inputs, ignored, device=args.device.type)
+    prepare_evaluation(pipeline.training, outputs=names, loss=has_labels)
+    return Evaluation(samples=samples, outputs=names, has_labels=has_labels, at_once=at_once)
+
+
+def evaluated(
+    pipeline: Pipeline,
+    data: CollatedData,
+    args: TrainingArguments,
+    evaluation: Evaluation,
+    *,
+    preprocess: Callable[..., torch.Tensor] | None,
+) -> Evaluated:
+    """Run ``evaluation`` of ``data`` in the pipeline; all ranks must call it.
+
+    The predictions are the model's outputs after ``preprocess``.
+    """
+    assert pipeline.training is not None
+    samples, names, at_once, has_labels = (
+        evaluation.samples,
+        evaluation.outputs,
+        evaluation.at_once,
+        evaluation.has_labels,
+    )
+    whole = samples + -samples % at_once if has_labels else samples
     kept = data.label_names if has_labels else ()
     result = evaluate(pipeline.training, data, samples=whole, outputs=names, inputs=kept, loss=has_labels)
     batch = args.per_device_eval_batch_size
@@ -81,6 +114,23 @@ def evaluated(
         labels=labels,
         at_once=at_once,
     )
+
+
+def check_batches(evaluation: Evaluation, data: CollatedData, args: TrainingArguments, *, shifted: bool) -> None:
+    """Raise InputError, before any evaluation, where the mean over batches of their losses would not be exact.
+
+    It reads all labels if the batches are no multiple of what runs at once.
+    """
+    samples, at_once, batch = evaluation.samples, evaluation.at_once, args.per_device_eval_batch_size
+    if not evaluation.has_labels or not batch % at_once:
+        return
+    name = data.label_names[0]
+    parts = [
+        data.collated(range(first, min(samples, first + at_once)), [first // at_once, 0])[name].numpy()
+        for first in range(0, samples, at_once)
+    ]
+    losses = [0.0] * len(parts)
+    mean_loss(losses, at_once, batch, [np.concatenate(parts)], shifted=shifted, finite=True)
 
 
 def metrics_of(
@@ -104,10 +154,15 @@ def metrics_of(
             result.at_once,
             args.per_device_eval_batch_size,
             result.labels,
-            shifted=LOSS_MAPPING.get(loss_type or "ForCausalLM") is ForCausalLMLoss,
+            shifted=shifts_labels(loss_type),
             finite=args.logging_nan_inf_filter,
         )
     return {name if name.startswith(prefix) else prefix + name: value for name, value in metrics.items()}
+
+
+def shifts_labels(loss_type: str | None) -> bool:
+    """Whether a model with this ``loss_type`` predicts the next token of each, and nothing of the first."""
+    return LOSS_MAPPING.get(loss_type or "ForCausalLM") is ForCausalLMLoss
 
 
 def _one_or_tuple(arrays: Sequence[np.ndarray]) -> Any:

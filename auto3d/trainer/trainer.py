@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from auto3d.runtime.training import Training, naming_this_rank
 from auto3d.runtime.waiting import waiting_for
 from auto3d.trainer.arguments import TrainingArguments, as_one_process
 from auto3d.trainer.checks import check_samples, limits_of
-from auto3d.trainer.evaluation import evaluated, metrics_of
+from auto3d.trainer.evaluation import check_batches, check_evaluation, evaluated, metrics_of, shifts_labels
 from auto3d.trainer.folders import check_complete, last_complete, load_weights, write_state
 from auto3d.trainer.padding import padding_of
 from auto3d.trainer.pipeline import Pipeline
@@ -206,6 +206,7 @@ class Trainer(transformers.Trainer):
                 f"Trainer.train: resume_from_checkpoint: {resume_from_checkpoint}: its state is after "
                 f"{training.first} steps, its trainer_state.json after {self.state.global_step}"
             )
+        self._check_evaluations()
         self._iterations = training.iterations()
         self._order, self._flos_of_sample = data.order, self._flos_of_one(data.shapes)
         # The pipeline's optimizers follow their own copy of this schedule, which only tells the rate.
@@ -336,21 +337,19 @@ class Trainer(transformers.Trainer):
     ) -> EvalLoopOutput:
         """Evaluate the whole dataset of ``dataloader`` in the pipeline; all ranks must call it."""
         args, samples = self.args, len(dataloader.dataset)
-        if ignore_keys is None:
-            config = getattr(self.model, "config", None)
-            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
         data = self._collated(dataloader, InOrder(samples, self._pipeline.batch.global_batch)).with_shapes()
         if self._pipeline.training is None:
             self._start(data, 1, None)
-        result = evaluated(
+        loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        evaluation = check_evaluation(
             self._pipeline,
             data,
             args,
             samples=samples,
-            loss_only=args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only,
-            ignored=ignore_keys,
-            preprocess=self.preprocess_logits_for_metrics,
+            loss_only=loss_only,
+            ignored=self._ignored_outputs() if ignore_keys is None else ignore_keys,
         )
+        result = evaluated(self._pipeline, data, args, evaluation, preprocess=self.preprocess_logits_for_metrics)
         self.callback_handler.eval_dataloader = dataloader
         for _ in range(-(-samples // args.per_device_eval_batch_size)):
             self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
@@ -364,6 +363,32 @@ class Trainer(transformers.Trainer):
         return EvalLoopOutput(
             predictions=result.predictions, label_ids=result.label_ids, metrics=metrics, num_samples=samples
         )
+
+    def _ignored_outputs(self) -> Sequence[str]:
+        config = getattr(self.model, "config", None)
+        ignored: Sequence[str] = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        return ignored
+
+    def _check_evaluations(self) -> None:
+        """Raise the errors of the evaluations that the training will run, before its first iteration."""
+        if self.args.eval_strategy == "no" or self.eval_dataset is None:
+            return
+        datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        for dataset in datasets.values():
+            loader: Any = self.get_eval_dataloader(dataset)
+            samples = len(loader.dataset)
+            data = self._collated(loader, InOrder(samples, self._pipeline.batch.global_batch)).with_shapes()
+            loss_only = self.compute_metrics is None or self.args.prediction_loss_only
+            evaluation = check_evaluation(
+                self._pipeline,
+                data,
+                self.args,
+                samples=samples,
+                loss_only=loss_only,
+                ignored=self._ignored_outputs(),
+            )
+            check_samples(data, self._main_input, timeout_s=self.args.ddp_timeout)
+            check_batches(evaluation, data, self.args, shifted=shifts_labels(getattr(self.model, "loss_type", None)))
 
     # Between this rank and the others
 

@@ -71,6 +71,17 @@ def masked(**arguments):
     return trainer(model, data, collator=collator, **arguments)
 
 
+AT_THE_END = {"eval_strategy": "steps", "eval_steps": 3}
+
+
+def ignoring(tokens):
+    """Samples that ignore the labels of more and more of their places."""
+    samples = with_labels(tokens)
+    for number, sample in enumerate(samples):
+        sample["labels"][:number] = -100
+    return samples
+
+
 def faulty(samples, position, row):
     samples[position] = row
     return samples
@@ -111,6 +122,18 @@ FAULTS = {  # code that makes the trainer, and words of its error
             Normalised(), [{"x": torch.rand(4), "labels": i % 3} for i in range(18)], num_train_epochs=2, max_steps=-1
         ),
         "a batch lacks 2 samples, which others would fill, and the buffer norm.num_batches_tracked would count them",
+    ),
+    "longer samples in evaluation": (
+        lambda: trainer(eval_dataset=with_labels([[5] * 17] * 4), **AT_THE_END),
+        "input_ids of a sample has shape [17]; the model was captured for [16]",
+    ),
+    "one longer sample in evaluation": (
+        lambda: trainer(eval_dataset=with_labels(faulty(rows(8), 5, [5] * 17)), **AT_THE_END),
+        "dataset: sample 5: data_collator: ",
+    ),
+    "batches of evaluation that no micro-batches make up": (
+        lambda: trainer(eval_dataset=ignoring(rows(8)), per_device_eval_batch_size=3, **AT_THE_END),
+        "found 3; samples have different numbers of targets, and 2 samples run at once, so it must be a multiple of 2",
     ),
     "another model": (Resuming, "it belongs to another model"),
     "label smoothing": (
