@@ -27,6 +27,7 @@ def run(part: Part) -> Record:
         figures = Path(folder, "figures.jsonl")
         programs = str(Path(sys.executable).parent)
         environment = os.environ | {"AUTO3D_FIGURES": str(figures), "PATH": f"{programs}:{os.environ['PATH']}"}
+        environment["MAKEFLAGS"] = "--no-print-directory"  # the last line of a part is its result
         commit, begun, last = commit_here(), time.monotonic(), ""
         process = subprocess.Popen(
             part.command,  # one of parts.py
@@ -48,7 +49,7 @@ def run(part: Part) -> Record:
             command=part.command,
             seconds=round(time.monotonic() - begun, 1),
             code=process.wait(),
-            summary=last[:120].replace("|", "/"),
+            summary=last.replace(f"{ROOT}/", "")[:120].replace("|", "/"),
             figures=tuple(read_figures(figures)),
         )
 

@@ -34,7 +34,7 @@ class ConstantsInForward(TwoLayers):
         return torch.tanh(x @ torch.eye(16) + torch.as_tensor(3.0) + torch.tensor(x.shape[-1], device=x.device) ** -0.5)
 
 
-@tensors()
+@tensors(of_whole_batch=True)
 class ClassWeights(TwoLayers):
     """Loss modules with weights, label smoothing and an ignored index."""
 

@@ -22,6 +22,7 @@ class Entry:
     sequence: int = SEQUENCE  # length of inputs of kind tokens
     draws: bool = False  # the forward draws random numbers, and the reference must seed each draw as the engine does
     relative: float = 1e-5  # bound of a difference, as a fraction of the largest value of the tensor
+    of_whole_batch: bool = False  # its micro-batches have targets of unequal weight, so their means have no plain mean
     only_refused: str = ""  # why no captured graph can be right, so that the only good outcome is a refusal
 
     @property
@@ -65,6 +66,7 @@ class Collection:
         *,
         draws: bool = False,
         relative: float = 1e-5,
+        of_whole_batch: bool = False,
         only_refused: str = "",
     ) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
         def add(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -76,6 +78,7 @@ class Collection:
                     inputs=inputs,
                     draws=draws,
                     relative=relative,
+                    of_whole_batch=of_whole_batch,
                     only_refused=only_refused,
                 )
             )

@@ -46,8 +46,9 @@ def reference(
             noise = 1 + nudge * torch.empty(parameter.shape).uniform_(-1, 1)
             parameter.copy_(parameter * noise.to(parameter.dtype))
     step, learning_rate = build_optimizer(list(named.values()), OPTIMIZER, iterations=ITERATIONS)
-    batches = Batches(entry.data, seed=SEED, global_batch=GLOBAL_BATCH, micro_batch_size=MICRO_BATCH)
-    count = GLOBAL_BATCH // MICRO_BATCH
+    size = GLOBAL_BATCH if entry.of_whole_batch else MICRO_BATCH
+    batches = Batches(entry.data, seed=SEED, global_batch=GLOBAL_BATCH, micro_batch_size=size)
+    count = GLOBAL_BATCH // size
     draws = _Draws(captured, count) if entry.draws and captured else None
     kept = [{name: buffer.clone() for name, buffer in buffers_of(module).items()} for _ in range(pipelines)]
     losses, norms, gradients = [], [], {}
