@@ -31,6 +31,7 @@ class Pipeline:
     training: Training | None  # None until ``start``
     settings: TrainingSettings  # settings of the training
     inputs: Mapping[str, InputSpec]  # inputs of a sample, for which the model was captured
+    gathered: int  # how often ``gather`` has written to each weight of the model
 
     def __init__(self, model: nn.Module, args: TrainingArguments) -> None:
         self._model, self._args = model, args
@@ -38,6 +39,7 @@ class Pipeline:
         self._weights = state_of(model)
         self.batch = batch_of(setup(), args)
         self.training = None
+        self.gathered = 0
         self._planned: tuple[Plan, CapturedModel] | None = None
 
     @property
@@ -71,6 +73,7 @@ class Pipeline:
         """Copy the pipeline's weights into the model, on every rank, if the model has values."""
         if self.training is not None and self._weights is not None:
             gather(self.training.rank, self._weights, timeout_s=self._args.ddp_timeout)
+            self.gathered += 1
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The state dict of a model on the meta device, on every rank."""

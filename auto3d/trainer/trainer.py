@@ -20,6 +20,7 @@ from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.training import Training, naming_this_rank
 from auto3d.runtime.waiting import waiting_for
 from auto3d.trainer.arguments import TrainingArguments, as_one_process
+from auto3d.trainer.callbacks import PipelineCallbacks, events_with_weights, is_users, name_of
 from auto3d.trainer.checks import check_samples, limits_of
 from auto3d.trainer.evaluation import check_batches, check_evaluation, evaluated, metrics_of, shifts_labels
 from auto3d.trainer.folders import check_complete, last_complete, load_weights, write_state
@@ -216,8 +217,9 @@ class Trainer(transformers.Trainer):
         rate.step()
         for _ in range(training.first):
             self._rate.step()
-        for name in ("model", "optimizer", "lr_scheduler"):
-            setattr(self.callback_handler, name, getattr(self, name))
+        # The user's callbacks may read the rate, but its change would be without effect, and is refused.
+        self.callback_handler.model = self.model
+        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self._rate.optimizer, self._rate
         self.callback_handler.train_dataloader = train_dataloader
         return self.model, train_dataloader
 
@@ -409,16 +411,17 @@ class Trainer(transformers.Trainer):
         return given if given is not None else getattr(self.data_collator, "tokenizer", None)
 
     def _find_callbacks_of_ranks(self) -> None:
-        """Find out whether all ranks have the same callbacks, none of the user's, which decide alike on all ranks."""
-        mine = [
-            f"{type(callback).__module__}.{type(callback).__name__}" for callback in self.callback_handler.callbacks
-        ]
+        """Find out whether all ranks have the same callbacks, none of the user's, which decide alike on all ranks, and
+        before which events any rank's callbacks need the weights."""
+        if not isinstance(self.callback_handler, PipelineCallbacks):
+            self.callback_handler = PipelineCallbacks(self.callback_handler, self._pipeline)
+        callbacks = self.callback_handler.callbacks
+        mine = list(map(name_of, callbacks)), any(map(is_users, callbacks)), events_with_weights(callbacks)
         of_ranks = [mine] * self.args.world_size
         with waiting_for("the names of the other ranks' callbacks", self.args.ddp_timeout):
             dist.all_gather_object(of_ranks, mine)
-        self._ranks_agree = all(
-            names == mine and all(name.startswith(("transformers.", "auto3d.")) for name in names) for names in of_ranks
-        )
+        self._ranks_agree = all(names == mine[0] and not users for names, users, _ in of_ranks)
+        self.callback_handler.with_weights = set().union(*(events for *_, events in of_ranks))
 
     def _agree(self) -> None:
         """Give all ranks the flags that the user's callbacks have set on any of them."""

@@ -200,6 +200,74 @@ class EndsOnTheLastRank(TrainerCallback):
             control.should_training_stop |= state.global_step == 2
 
 
+class Follows(TrainerCallback):
+    """What transformers' users write: an average of the weights, the best weights, and the rate of each step."""
+
+    def __init__(self):
+        self.rates, self.losses = [], []
+
+    def on_train_begin(self, args, state, control, model=None, **_):
+        self.average = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def on_step_end(self, args, state, control, **named):
+        self.rates.append((named["lr_scheduler"].get_last_lr()[0], named["optimizer"].param_groups[0]["lr"]))
+        for name, value in named["model"].state_dict().items():
+            self.average[name].lerp_(value, 0.2)
+
+    def on_evaluate(self, args, state, control, model=None, metrics=None, **_):
+        if args.process_index:
+            return
+        model.save_pretrained("best")
+        tokens, saved = torch.tensor(rows(8)), LlamaForCausalLM.from_pretrained("best")
+        with torch.no_grad():
+            self.losses.append((metrics["eval_loss"], saved(input_ids=tokens, labels=tokens).loss.item()))
+
+
+class Changes(TrainerCallback):
+    """Changes something at the beginning of a step."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def on_step_begin(self, args, state, control, **named):
+        if state.global_step == 1:
+            self.change(args, **named)
+
+
+def changing(change):
+    return lambda: trainer(callbacks=[Changes(change)])
+
+
+def set_rate(args, optimizer, **_):
+    optimizer.param_groups[0]["lr"] = 0.0
+
+
+def freeze(args, model, **_):
+    model.lm_head.weight.requires_grad_(False)
+
+
+def write(args, model, **_):
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+
+
+def set_argument(args, **_):
+    args.max_grad_norm = 5.0
+
+
+def set_config(args, model, **_):
+    model.config.attention_dropout = 0.5
+
+
+FAULTS |= {
+    "a callback sets the rate": (changing(set_rate), "it changed the learning rate of optimizer.param_groups[0]"),
+    "a callback freezes a weight": (changing(freeze), "it changed requires_grad of lm_head.weight"),
+    "a callback writes to a weight": (changing(write), "it changed the values of lm_head.weight"),
+    "a callback sets an argument": (changing(set_argument), "it changed args.max_grad_norm"),
+    "a callback sets the model's config": (changing(set_config), "it changed model.config.attention_dropout"),
+}
+
+
 if __name__ == "__main__":
     init(pp=2)
     FAULTS[sys.argv[1]][0]().train()

@@ -60,6 +60,32 @@ def test_a_pipeline_trains_as_one_process_does(processes, tmp_path):
     assert two["evaluated"] == [1]
 
 
+def followed(world, folder, port):
+    as_rank(world, port)
+    os.chdir(folder)
+    init(pp=world.size)
+    callback = small.Follows()
+    options = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    small.trainer(eval_dataset=small.with_labels(small.rows(8)), callbacks=[callback], **options).train()
+    return callback.rates, callback.losses, {name: value.numpy() for name, value in callback.average.items()}
+
+
+def test_callbacks_see_the_weights_and_the_rate_of_each_step(processes, tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    (one,) = processes.run(1, followed, tmp_path / "one", None)
+    ranks = processes.run(2, followed, tmp_path / "two", free_port())
+    for rank, (rates, losses, average) in enumerate(ranks):
+        assert rates == one[0]
+        assert all(scheduled == taken for scheduled, taken in rates)
+        assert len(losses) == (0 if rank else 2)
+        for (evaluated, saved), (expected, _) in zip(losses, one[1], strict=False):
+            assert saved == pytest.approx(evaluated, rel=1e-5), "the folder holds the weights that were evaluated"
+            assert evaluated == pytest.approx(expected, rel=1e-4)
+        for name, value in one[2].items():
+            assert average[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+
+
 def metrics_under_masks(world, folder, port):
     as_rank(world, port)
     os.chdir(folder)

@@ -1,0 +1,106 @@
+"""The user's callbacks: they see the weights, the rate and the arguments of the step, and must not change them.
+
+A pipeline trains weights of its own, by settings that it took before its first iteration.
+"""
+
+from collections.abc import Iterable, Iterator
+from inspect import unwrap
+from types import CodeType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
+
+from auto3d.errors import InputError
+from auto3d.trainer.pipeline import Pipeline
+
+_OURS = ("transformers.", "auto3d.")
+_AFTER = ("on_train_end",)  # nothing is trained any more
+
+
+def name_of(callback: Any) -> str:
+    return f"{type(callback).__module__}.{type(callback).__name__}"
+
+
+def is_users(callback: Any) -> bool:
+    return not name_of(callback).startswith(_OURS)
+
+
+def events_with_weights(callbacks: Iterable[Any]) -> set[str]:
+    """The events at which one of the user's ``callbacks`` may look at the model: its code names one."""
+    return {
+        event
+        for callback in callbacks
+        if is_users(callback)
+        for event, method in _own_events(callback)
+        if {"model", "trainer"} & _words_of(method)
+    }
+
+
+def _own_events(callback: Any) -> Iterator[tuple[str, Any]]:
+    for event in vars(TrainerCallback):
+        method = getattr(type(callback), event, None)
+        if event.startswith("on_") and method is not None and method is not getattr(TrainerCallback, event):
+            yield event, method
+
+
+def _words_of(method: Any) -> set[Any]:
+    """The names and the texts in the code of ``method``; "model" if its code is not known."""
+    code = getattr(unwrap(method), "__code__", None)
+    if code is None:
+        return {"model"}
+    words, codes = set[Any](), [code]
+    while codes:
+        code = codes.pop()
+        words |= {*code.co_varnames, *code.co_names, *(each for each in code.co_consts if isinstance(each, str))}
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return words
+
+
+class PipelineCallbacks(CallbackHandler):
+    """``handler``, which gathers the weights of ``pipeline`` into the model before the events ``with_weights``.
+
+    Raises InputError where a callback of the user's changes what the pipeline would not follow.
+    """
+
+    def __init__(self, handler: CallbackHandler, pipeline: Pipeline) -> None:
+        self.__dict__ |= vars(handler)
+        self._pipeline = pipeline
+        self.with_weights: set[str] = set()  # the same on every rank
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **named: Any) -> Any:
+        if event in self.with_weights:
+            self._pipeline.gather()
+        users = [one for one in self.callbacks if is_users(one) and event in dict(_own_events(one))]
+        if not users or event in _AFTER:
+            return super().call_event(event, args, state, control, **named)
+        before = dict(self._followed(args))
+        control = super().call_event(event, args, state, control, **named)
+        for what, value in self._followed(args):
+            if before.get(what, value) != value:
+                kinds = " or ".join(dict.fromkeys(type(one).__name__ for one in users))
+                raise InputError(
+                    f"callbacks: {kinds}.{event}: it changed {what} during the training, which a pipeline cannot "
+                    "follow; change it before train()"
+                )
+        return control
+
+    def _followed(self, args: Any) -> Iterator[tuple[str, Any]]:
+        """(name, value) of all that a change of would be without effect."""
+        for name, value in vars(args).items():
+            yield f"args.{name}", value
+        model: nn.Module = self.model
+        config = getattr(model, "config", None)
+        for name, value in vars(config).items() if config is not None else ():
+            if isinstance(value, int | float):  # save_pretrained itself writes others
+                yield f"model.config.{name}", value
+        for name, parameter in model.named_parameters():
+            yield f"requires_grad of {name}", parameter.requires_grad
+            yield f"the values of {name}", parameter._version - self._pipeline.gathered
+        for name, module in model.named_modules():
+            if isinstance(module, _DropoutNd):
+                yield f"the rate of {name}", module.p
+        for number, group in enumerate(self.optimizer.param_groups if self.optimizer is not None else ()):
+            yield f"the learning rate of optimizer.param_groups[{number}]", group["lr"]
