@@ -27,7 +27,7 @@ _OURS = {  # argument -> what sets it
     "foreach": "the device",
     "fused": "the device",
 }
-_PROBE_STEPS = 3
+_PROBE_SCALES = (1.0, 1e-3, 1e3, 1.0, 0.1, 10.0, 1.0, 1.0)  # of the gradients of each step
 
 
 def optimizer_class(settings: OptimizerSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -82,6 +82,8 @@ def _imported(path: str) -> type[torch.optim.Optimizer]:
         raise InputError(f"optimizer: {path!r} cannot be imported: {line}; use one of {accepted}") from None
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise InputError(f"optimizer: {path!r} is no class of torch optimizers; use one of {accepted}")
+    if callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)):
+        raise InputError(f"optimizer: {path} has other weights in evaluation (train and eval), which no rank switches")
     closure = inspect.signature(kind.step).parameters.get("closure")
     if kind is torch.optim.LBFGS or (closure is not None and closure.default is inspect.Parameter.empty):
         raise InputError(f"optimizer: {path} runs the model again in its step (closure), which a pipeline cannot do")
@@ -117,6 +119,29 @@ def _check(settings: OptimizerSettings, kind: type[torch.optim.Optimizer], argum
                 raise InputError(f"optimizer: {name} keeps a {type(value).__name__} ({key}), which checkpoints cannot")
 
 
+def check_resumes(settings: OptimizerSettings) -> None:
+    """Raise InputError if the optimizer keeps, besides its state, what a checkpoint does not hold."""
+    kind, arguments = _class_and_arguments(settings)
+    if kind in ELEMENTWISE:
+        return
+    optimizer = kind(_probes(), **arguments)
+    before = _attributes(optimizer)
+    _stepped(optimizer)
+    after = _attributes(optimizer)
+    if changed := sorted(name for name in after if before.get(name) != after[name]):
+        raise InputError(
+            f"optimizer: {settings.optimizer} counts in {changed[0]}, outside of its state, which checkpoints do not "
+            "hold: a training that resumes would go on differently; keep it in the state of each parameter, or write "
+            "no checkpoints"
+        )
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Its own attributes, without those of every torch optimizer."""
+    common = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+    return {name: repr(value) for name, value in vars(optimizer).items() if name not in common}
+
+
 def _probes() -> list[nn.Parameter]:
     random = torch.Generator().manual_seed(0)
     shapes = [(6, 4), (5,), (3, 2, 2, 2)]
@@ -126,10 +151,10 @@ def _probes() -> list[nn.Parameter]:
 def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters after a few steps; each parameter has the same gradients in any optimizer."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for step in range(_PROBE_STEPS):
+    for step, scale in enumerate(_PROBE_SCALES):
         for parameter in parameters:
             random = torch.Generator().manual_seed(1 + step + 100 * parameter.numel())
-            parameter.grad = torch.randn(parameter.shape, generator=random)
+            parameter.grad = scale * torch.randn(parameter.shape, generator=random)
         optimizer.step()
     return [parameter.detach() for parameter in parameters]
 

@@ -29,6 +29,7 @@ from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.gathered import of_all_ranks
 from auto3d.runtime.measurement import BYTES
 from auto3d.runtime.optimizer import advance
+from auto3d.runtime.optimizer_class import check_resumes
 from auto3d.runtime.optimizer_state import make_state_to_load
 from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory, out_of_memory_line
 from auto3d.runtime.peak_memory import PeakBytes, PeakMemory
@@ -120,6 +121,7 @@ class Training:
         self._writer: CheckpointWriter | None = None
         resumed = 0
         if checkpoints:
+            check_resumes(settings.optimizer)
             learnt = learnt_by(plan, settings.optimizer)
             self._writer = CheckpointWriter(checkpoints, learnt, timeout_s=settings.timeout_s)
             check_it = partial(check, graph=captured.graph, learnt=learnt)

@@ -17,6 +17,7 @@ from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import Checkpoints
 from auto3d.runtime.executor import IterationResult
+from auto3d.runtime.optimizer_class import check_resumes
 from auto3d.runtime.training import Training, naming_this_rank
 from auto3d.runtime.waiting import waiting_for
 from auto3d.trainer.arguments import TrainingArguments, as_one_process
@@ -200,6 +201,8 @@ class Trainer(transformers.Trainer):
         if resume_from_checkpoint is not None:
             checkpoints = Checkpoints(folder=Path(resume_from_checkpoint), every=None)
         training = self._start(data, max_steps, checkpoints)
+        if self.args.save_strategy != "no":
+            check_resumes(self._pipeline.settings.optimizer)
         common = training.rank.common
         data.check_fill(missing, common.terms, common.captured.graph)
         if training.first != self.state.global_step:

@@ -11,11 +11,11 @@ from transformers import get_scheduler
 
 from auto3d.errors import InputError
 from auto3d.runtime.optimizer import advance, build_optimizer, check_schedule
-from auto3d.runtime.optimizer_class import optimizer_class
+from auto3d.runtime.optimizer_class import check_resumes, optimizer_class
 from auto3d.runtime.optimizer_memory import state_elements
 from auto3d.runtime.optimizer_state import make_state, make_state_to_load, state_tensors
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES, OptimizerSettings
+from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES, OPTIMIZERS, OptimizerSettings
 from tests.distributed.parity import ADAMW, SGD
 
 
@@ -60,6 +60,9 @@ REFUSED = {
     "torch.optim.Lion": "cannot be imported",
     "math:sqrt": "no class of torch optimizers",
     f"{__name__}:Coupled": "mixes its parameters",
+    f"{__name__}:Clipping": "mixes its parameters",
+    f"{__name__}:LateCoupled": "mixes its parameters",
+    f"{__name__}:TwoModes": "has other weights in evaluation",
 }
 
 
@@ -72,6 +75,60 @@ class Coupled(torch.optim.SGD):
         for gradient in gradients:
             gradient /= norm
         super().step()
+
+
+class Clipping(torch.optim.SGD):
+    """Clips by the norm of all gradients, where that is large."""
+
+    def step(self, closure: None = None) -> None:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, 500.0)
+        super().step()
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps outside of its state, and takes smaller ones each time."""
+
+    def __init__(self, params, lr: float, weight_decay: float) -> None:
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
+        self.steps = 0
+
+    def step(self, closure: None = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= self.steps
+        super().step()
+
+
+class LateCoupled(Coupled):
+    """Couples from its sixth step on, by a count in the state of each parameter."""
+
+    def step(self, closure: None = None) -> None:
+        state = self.state[self.param_groups[0]["params"][0]]
+        state["count"] = state.get("count", 0) + 1
+        if state["count"] > 5:
+            super().step()
+        else:
+            torch.optim.SGD.step(self)
+
+
+class TwoModes(torch.optim.SGD):
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "torch.optim.NAdam"])
+def test_checkpoints_hold_the_state_of_usual_optimizers(name):
+    check_resumes(OptimizerSettings(optimizer=name))
+
+
+def test_an_optimizer_that_counts_outside_of_its_state_writes_no_checkpoints():
+    settings = OptimizerSettings(optimizer=f"{__name__}:Counting")
+    optimizer_class(settings)
+    with pytest.raises(InputError, match="Counting counts in steps, outside of its state"):
+        check_resumes(settings)
 
 
 @pytest.mark.parametrize("name", REFUSED)
