@@ -5,7 +5,7 @@ A pipeline trains weights of its own, by settings that it took before its first 
 
 from collections.abc import Iterable, Iterator
 from inspect import unwrap
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -29,14 +29,17 @@ def is_users(callback: Any) -> bool:
 
 
 def events_with_weights(callbacks: Iterable[Any]) -> set[str]:
-    """The events at which one of the user's ``callbacks`` may look at the model: its code names one."""
+    """The events of those of the user's ``callbacks`` that may look at the model: they hold it, or their code names it."""
     return {
         event
         for callback in callbacks
-        if is_users(callback)
-        for event, method in _own_events(callback)
-        if {"model", "trainer"} & _words_of(method)
+        if is_users(callback) and (_holds_a_model(callback) or {"model", "trainer"} & _words_of(type(callback)))
+        for event, _ in _own_events(callback)
     }
+
+
+def _holds_a_model(callback: Any) -> bool:
+    return any(isinstance(value, nn.Module) for value in vars(callback).values())
 
 
 def _own_events(callback: Any) -> Iterator[tuple[str, Any]]:
@@ -46,12 +49,16 @@ def _own_events(callback: Any) -> Iterator[tuple[str, Any]]:
             yield event, method
 
 
-def _words_of(method: Any) -> set[Any]:
-    """The names and the texts in the code of ``method``; "model" if its code is not known."""
-    code = getattr(unwrap(method), "__code__", None)
-    if code is None:
-        return {"model"}
-    words, codes = set[Any](), [code]
+def _words_of(kind: type) -> set[str]:
+    """The names and the texts in the code of the user's classes that make up ``kind``."""
+    codes = [
+        function.__code__
+        for one in kind.__mro__
+        if not one.__module__.startswith((*_OURS, "builtins"))
+        for function in map(unwrap, filter(callable, vars(one).values()))
+        if isinstance(function, FunctionType)
+    ]
+    words = set[str]()
     while codes:
         code = codes.pop()
         words |= {*code.co_varnames, *code.co_names, *(each for each in code.co_consts if isinstance(each, str))}

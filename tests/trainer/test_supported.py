@@ -4,10 +4,12 @@ import dataclasses
 import inspect
 
 import pytest
+import torch
 import transformers
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from auto3d.errors import InputError
+from auto3d.trainer.callbacks import events_with_weights
 from auto3d.trainer.supported import (
     ACCELERATOR,
     ARGUMENTS,
@@ -80,6 +82,35 @@ def test_an_overridden_method_that_is_not_called_is_refused(method):
     check_overrides(type("Mine", (Trainer,), {"log": lambda self, *_: None}), Trainer)
     with pytest.raises(InputError, match=f"Mine.{method}: refused"):
         check_overrides(type("Mine", (Trainer,), {method: lambda self, *_: None}), Trainer)
+
+
+class OfAHelper(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **named):
+        self.look(**named)
+
+    def on_log(self, args, state, control, **_): ...
+
+    def look(self, **named):
+        return named["model"]
+
+
+class OfAnAttribute(transformers.TrainerCallback):
+    def __init__(self, network):
+        self.network = network
+
+    def on_evaluate(self, args, state, control, **_):
+        return self.network
+
+
+class Blind(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        print(state.global_step)
+
+
+def test_callbacks_that_may_look_at_the_model_are_found():
+    assert events_with_weights([OfAHelper()]) == {"on_step_end", "on_log"}
+    assert events_with_weights([OfAnAttribute(torch.nn.Linear(1, 1)), Blind()]) == {"on_evaluate"}
+    assert not events_with_weights([Blind(), transformers.EarlyStoppingCallback(), OfAnAttribute(None)])
 
 
 def test_a_callback_inside_a_step_is_refused():
