@@ -29,7 +29,7 @@ def is_users(callback: Any) -> bool:
 
 
 def events_with_weights(callbacks: Iterable[Any]) -> set[str]:
-    """The events of those of the user's ``callbacks`` that may look at the model: they hold it, or their code names it."""
+    """The events of the user's ``callbacks`` that may look at the model: they hold it, or their code names it."""
     return {
         event
         for callback in callbacks
