@@ -271,16 +271,17 @@ class _ReadInputs:
 
     def add(self, first: int, inputs: Mapping[str, torch.Tensor]) -> None:
         """Keep what was read of the samples from number ``first`` on."""
-        kept = {name: inputs[name].cpu() for name in self._names if name in inputs}
-        self._read.setdefault(first, {}).update(kept)
+        kept = {name: inputs[name] for name in self._names if name in inputs}
+        self._read.setdefault(first, {}).update(kept)  # on the device: the host need not wait for it here
 
     def of_all_ranks(self, samples: int, timeout_s: float) -> dict[str, torch.Tensor]:
         """Those of the first ``samples``, [samples, …] each, on every rank; without what no stage reads."""
         if not self._names:
             return {}
+        mine = {first: {name: each.cpu() for name, each in inputs.items()} for first, inputs in self._read.items()}
         found: list[dict[int, dict[str, torch.Tensor]]] = [{}] * dist.get_world_size()
         with waiting_for("the inputs that all ranks have read", timeout_s):
-            dist.all_gather_object(found, self._read)
+            dist.all_gather_object(found, mine)
         parts: dict[str, dict[int, torch.Tensor]] = {name: {} for name in self._names}
         for of_rank in found:
             for first, inputs in of_rank.items():
