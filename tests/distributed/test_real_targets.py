@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from auto3d.capture.skeleton import seed_all
-from auto3d.data import Batches, BatchSlice, DataSettings
+from auto3d.data import Batches, BatchSlice, DataSettings, Reading
 from auto3d.errors import InputError
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
@@ -40,6 +40,9 @@ class UnevenLabels:
     may_ignore_targets: bool = True
     has_targets: bool = True  # False: all labels are ignored
 
+    def reads(self, names: Collection[str]) -> bool:
+        return self.data.reads(names)
+
     def micro_batches(self, part: BatchSlice) -> "UnevenBatches":
         return UnevenBatches(self, part)
 
@@ -49,15 +52,16 @@ class UnevenBatches:
         self._labels, self._part = labels, part
         self._batches = Batches(labels.data, **vars(part))
 
-    def micro_batch(self, iteration: int, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
-        made = self._batches.micro_batch(iteration, index, names)
+    def read(self, iteration: int, index: int, names: Collection[str]) -> Reading:
+        reading = self._batches.read(iteration, index, names)
+        made = reading.inputs
         if self._labels.where in made:
             labels = made[self._labels.where] = made[self._labels.where].clone()
             first = iteration * self._part.global_batch + index * self._part.micro_batch_size
             first += self._part.replica * len(labels)
             for row, label in enumerate(labels):
                 label[real_targets(first + row) if self._labels.has_targets else 0 :] = IGNORED
-        return made
+        return reading
 
 
 def real_targets(sample: int) -> int:
@@ -80,7 +84,7 @@ def _reference(model: str, global_batch: int, seed: int, optimizer: OptimizerSet
     history = []
     for iteration in range(ITERATIONS):
         module.zero_grad()
-        inputs = batches.micro_batch(iteration, 0, tuple(data.data.inputs))
+        inputs = batches.read(iteration, 0, tuple(data.data.inputs)).inputs
         outputs, labels = module(**inputs), inputs["labels"]
         logits = outputs["logits"]
         if model.startswith(("gpt2", "llama")):
