@@ -6,7 +6,8 @@ from zlib import crc32
 
 import numpy as np
 
-BITS = 40  # of a fingerprint: sums over the ranks of a cluster stay whole numbers in float64
+BITS = 40  # A fingerprint is so short that sums over the ranks of a cluster stay whole numbers in float64.
+MODULUS = 1 << BITS
 _ODD = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
 
 
@@ -24,7 +25,7 @@ def fingerprints(values: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def total(found: np.ndarray, first: int) -> int:
     """A number, of BITS bits, of the fingerprints ``found`` of samples from number ``first`` on, each at its place."""
-    return int(found @ _odd(first, first + len(found))) % (1 << BITS)
+    return int(found @ _odd(first, first + len(found))) % MODULUS
 
 
 def _words(value: np.ndarray) -> np.ndarray:

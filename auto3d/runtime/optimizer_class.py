@@ -27,7 +27,7 @@ _OURS = {  # argument -> what sets it
     "foreach": "the device",
     "fused": "the device",
 }
-_PROBE_SCALES = (1.0, 1e-3, 1e3, 1.0, 0.1, 10.0, 1.0, 1.0)  # of the gradients of each step
+_PROBE_SCALES = (1.0, 1e-3, 1e3, 1.0, 0.1, 10.0, 1.0, 1.0)  # one factor of the gradients for each step
 
 
 def optimizer_class(settings: OptimizerSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch.distributed as dist
 
 from auto3d.data import TrainingData
-from auto3d.data.fingerprint import BITS, total
+from auto3d.data.fingerprint import MODULUS, total
 from auto3d.errors import InputError
 from auto3d.runtime.layout import RankLayout
 from auto3d.runtime.waiting import waiting_for
@@ -21,7 +21,6 @@ CAUSE = (
     "each rank reads by itself, so what it reads must follow from the position of a sample alone: seed whatever draws "
     "at random, sort what comes from a set or a folder, and change no file during the training"
 )
-_MODULUS = 1 << BITS
 
 
 class SamplesDifferError(InputError):
@@ -62,8 +61,8 @@ class SameSamples:
     """The fingerprints of what this rank has read, until those of an iteration are known to agree.
 
     Each rank adds a number to a sum over all ranks that goes anyway: the fingerprints that it has read, each with a
-    weight of its place and times ``Readers.factor``, modulo 2**BITS. The sum is 0 modulo 2**BITS if all readers agree
-    about each sample; if they do not, it is with a probability of 2**-BITS.
+    weight of its place and times ``Readers.factor``, modulo MODULUS. The sum is 0 modulo MODULUS if all readers agree
+    about each sample; if they do not, it is with a probability of 1 / MODULUS.
     """
 
     def __init__(self, readers: Readers) -> None:
@@ -79,7 +78,7 @@ class SameSamples:
         """What this rank adds to the sum of ``iteration``."""
         own, read = self._readers, self._read.get(iteration, {})
         return (
-            sum(own.factor(stage) * total(each, own.first(number)) for (stage, number), each in read.items()) % _MODULUS
+            sum(own.factor(stage) * total(each, own.first(number)) for (stage, number), each in read.items()) % MODULUS
         )
 
     def check(self, iteration: int, sum_of_shares: float, *, where: str, timeout_s: float | None = None) -> None:
@@ -89,7 +88,7 @@ class SameSamples:
         names the sample.
         """
         read = self._read.pop(iteration, {})
-        if sum_of_shares % _MODULUS == 0:
+        if sum_of_shares % MODULUS == 0:
             return
         what = "ranks have read different data" if timeout_s is None else self._difference(read, timeout_s)
         raise SamplesDifferError(f"{where}: {what}; {CAUSE}")

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from auto3d.errors import InputError
 from auto3d.trainer.pipeline import Pipeline
+from auto3d.trainer.supported import own_events
 
 _OURS = ("transformers.", "auto3d.")
 _AFTER = ("on_train_end",)  # nothing is trained any more
@@ -34,19 +34,12 @@ def events_with_weights(callbacks: Iterable[Any]) -> set[str]:
         event
         for callback in callbacks
         if is_users(callback) and (_holds_a_model(callback) or {"model", "trainer"} & _words_of(type(callback)))
-        for event, _ in _own_events(callback)
+        for event in own_events(type(callback))
     }
 
 
 def _holds_a_model(callback: Any) -> bool:
     return any(isinstance(value, nn.Module) for value in vars(callback).values())
-
-
-def _own_events(callback: Any) -> Iterator[tuple[str, Any]]:
-    for event in vars(TrainerCallback):
-        method = getattr(type(callback), event, None)
-        if event.startswith("on_") and method is not None and method is not getattr(TrainerCallback, event):
-            yield event, method
 
 
 def _words_of(kind: type) -> set[str]:
@@ -76,11 +69,13 @@ class PipelineCallbacks(CallbackHandler):
         self.__dict__ |= vars(handler)
         self._pipeline = pipeline
         self.with_weights: set[str] = set()  # the same on every rank
+        self._gathered_at: int | None = None  # step whose weights the model has
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **named: Any) -> Any:
-        if event in self.with_weights:
+        if event in self.with_weights and self._gathered_at != state.global_step:
             self._pipeline.gather()
-        users = [one for one in self.callbacks if is_users(one) and event in dict(_own_events(one))]
+            self._gathered_at = state.global_step
+        users = [one for one in self.callbacks if is_users(one) and event in own_events(type(one))]
         if not users or event in _AFTER:
             return super().call_event(event, args, state, control, **named)
         before = dict(self._followed(args))

@@ -88,24 +88,21 @@ def evaluated(
     The predictions are the model's outputs after ``preprocess``.
     """
     assert pipeline.training is not None
-    samples, names, at_once, has_labels = (
-        evaluation.samples,
-        evaluation.outputs,
-        evaluation.at_once,
-        evaluation.has_labels,
-    )
+    samples, at_once, has_labels = evaluation.samples, evaluation.at_once, evaluation.has_labels
     whole = samples + -samples % at_once if has_labels else samples
     kept = data.label_names if has_labels else ()
-    result = evaluate(pipeline.training, data, samples=whole, outputs=names, inputs=kept, loss=has_labels)
+    result = evaluate(pipeline.training, data, samples=whole, outputs=evaluation.outputs, inputs=kept, loss=has_labels)
     batch = args.per_device_eval_batch_size
     # A collator may draw: metrics must get the labels of the draw that the stages have read.
     if unread := [name for name in kept if name not in result.inputs]:
         raise InputError(f"Trainer: the model does not use {' and '.join(unread)}, so no stage reads it; leave it out")
     labels = tuple(result.inputs[name][:samples].numpy() for name in kept)
-    predictions = [result.outputs[name][:samples] for name in names]
+    predictions = [result.outputs[name][:samples] for name in evaluation.outputs]
     if preprocess is not None and predictions:
         if len(predictions) > 1:
-            raise InputError(f"Trainer: preprocess_logits_for_metrics takes one output; the model has {names}")
+            raise InputError(
+                f"Trainer: preprocess_logits_for_metrics takes one output; the model has {evaluation.outputs}"
+            )
         predictions = [in_batches(preprocess, predictions[0], labels or None, batch)]
     return Evaluated(
         predictions=_one_or_tuple([each.numpy() for each in predictions]),

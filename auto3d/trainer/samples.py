@@ -161,7 +161,7 @@ class CollatedBatches:
         own = {name: self._filled(name, value, len(samples))[first : first + each] for name, value in batch.items()}
         return Reading(
             inputs={name: own[name] for name in names},
-            fingerprints=fingerprints({name: value.view(torch.uint8).numpy() for name, value in _rows(own).items()}),
+            fingerprints=fingerprints({name: _bytes(value) for name, value in own.items()}),
         )
 
     def _filled(self, name: str, value: torch.Tensor, samples: int) -> torch.Tensor:
@@ -175,8 +175,9 @@ class CollatedBatches:
         return torch.cat([value[:samples], filler])
 
 
-def _rows(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.contiguous().reshape(len(value), -1) for name, value in batch.items()}
+def _bytes(value: torch.Tensor) -> np.ndarray:
+    """[samples, bytes]; numpy lacks some of torch's types."""
+    return value.contiguous().reshape(len(value), -1).view(torch.uint8).numpy()
 
 
 def check_shapes(batch: Mapping[str, torch.Tensor], shapes: Mapping[str, InputSpec], *, samples: int) -> None:

@@ -237,13 +237,18 @@ def check_overrides(kind: type, base: type) -> None:
             )
 
 
+def own_events(kind: type) -> list[str]:
+    """The events for which the callbacks of class ``kind`` have a method of their own."""
+    events = {name: method for name, method in vars(TrainerCallback).items() if name.startswith("on_")}
+    return [name for name, method in events.items() if getattr(kind, name, method) is not method]
+
+
 def check_callbacks(callbacks: Iterable[Any]) -> None:
     """Raise InputError for a callback that waits for an event which does not occur here."""
     for callback in callbacks:
         kind = callback if isinstance(callback, type) else type(callback)
-        for name in vars(TrainerCallback):
-            inside_a_step = name.startswith("on_") and name not in EVENTS
-            if inside_a_step and getattr(kind, name) is not getattr(TrainerCallback, name):
+        for name in own_events(kind):
+            if name not in EVENTS:
                 raise InputError(
                     f"callbacks: {kind.__name__}.{name}: refused: it lies inside a step, which all ranks take "
                     f"together; a callback may have {', '.join(sorted(EVENTS))}"

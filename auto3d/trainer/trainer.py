@@ -23,7 +23,7 @@ from auto3d.runtime.waiting import waiting_for
 from auto3d.trainer.arguments import TrainingArguments, as_one_process
 from auto3d.trainer.callbacks import PipelineCallbacks, events_with_weights, is_users, name_of
 from auto3d.trainer.checks import check_samples, limits_of
-from auto3d.trainer.evaluation import check_batches, check_evaluation, evaluated, metrics_of, shifts_labels
+from auto3d.trainer.evaluation import Evaluation, check_batches, check_evaluation, evaluated, metrics_of, shifts_labels
 from auto3d.trainer.folders import check_complete, last_complete, load_weights, write_state
 from auto3d.trainer.padding import padding_of
 from auto3d.trainer.pipeline import Pipeline
@@ -342,18 +342,11 @@ class Trainer(transformers.Trainer):
     ) -> EvalLoopOutput:
         """Evaluate the whole dataset of ``dataloader`` in the pipeline; all ranks must call it."""
         args, samples = self.args, len(dataloader.dataset)
-        data = self._collated(dataloader, InOrder(samples, self._pipeline.batch.global_batch)).with_shapes()
+        data = self._evaluation_data(dataloader)
         if self._pipeline.training is None:
             self._start(data, 1, None)
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        evaluation = check_evaluation(
-            self._pipeline,
-            data,
-            args,
-            samples=samples,
-            loss_only=loss_only,
-            ignored=self._ignored_outputs() if ignore_keys is None else ignore_keys,
-        )
+        evaluation = self._evaluation_of(data, loss_only=loss_only, ignored=ignore_keys)
         result = evaluated(self._pipeline, data, args, evaluation, preprocess=self.preprocess_logits_for_metrics)
         self.callback_handler.eval_dataloader = dataloader
         for _ in range(-(-samples // args.per_device_eval_batch_size)):
@@ -369,29 +362,28 @@ class Trainer(transformers.Trainer):
             predictions=result.predictions, label_ids=result.label_ids, metrics=metrics, num_samples=samples
         )
 
-    def _ignored_outputs(self) -> Sequence[str]:
-        config = getattr(self.model, "config", None)
-        ignored: Sequence[str] = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
-        return ignored
+    def _evaluation_data(self, loader: Any) -> CollatedData:
+        order = InOrder(len(loader.dataset), self._pipeline.batch.global_batch)
+        return self._collated(loader, order).with_shapes()
+
+    def _evaluation_of(
+        self, data: CollatedData, *, loss_only: bool, ignored: Sequence[str] | None = None
+    ) -> Evaluation:
+        if ignored is None:
+            config = getattr(self.model, "config", None)
+            ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        samples = len(data.dataset)
+        return check_evaluation(self._pipeline, data, self.args, samples=samples, loss_only=loss_only, ignored=ignored)
 
     def _check_evaluations(self) -> None:
         """Raise the errors of the evaluations that the training will run, before its first iteration."""
         if self.args.eval_strategy == "no" or self.eval_dataset is None:
             return
         datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        loss_only = self.compute_metrics is None or self.args.prediction_loss_only
         for dataset in datasets.values():
-            loader: Any = self.get_eval_dataloader(dataset)
-            samples = len(loader.dataset)
-            data = self._collated(loader, InOrder(samples, self._pipeline.batch.global_batch)).with_shapes()
-            loss_only = self.compute_metrics is None or self.args.prediction_loss_only
-            evaluation = check_evaluation(
-                self._pipeline,
-                data,
-                self.args,
-                samples=samples,
-                loss_only=loss_only,
-                ignored=self._ignored_outputs(),
-            )
+            data = self._evaluation_data(self.get_eval_dataloader(dataset))
+            evaluation = self._evaluation_of(data, loss_only=loss_only)
             check_samples(data, self._main_input, timeout_s=self.args.ddp_timeout)
             check_batches(evaluation, data, self.args, shifted=shifts_labels(getattr(self.model, "loss_type", None)))
 
@@ -416,8 +408,7 @@ class Trainer(transformers.Trainer):
     def _find_callbacks_of_ranks(self) -> None:
         """Find out whether all ranks have the same callbacks, none of the user's, which decide alike on all ranks, and
         before which events any rank's callbacks need the weights."""
-        if not isinstance(self.callback_handler, PipelineCallbacks):
-            self.callback_handler = PipelineCallbacks(self.callback_handler, self._pipeline)
+        self.callback_handler = PipelineCallbacks(self.callback_handler, self._pipeline)
         callbacks = self.callback_handler.callbacks
         mine = list(map(name_of, callbacks)), any(map(is_users, callbacks)), events_with_weights(callbacks)
         of_ranks = [mine] * self.args.world_size

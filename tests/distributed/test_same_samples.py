@@ -17,7 +17,7 @@ from tests.distributed.parity import ADAMW, make_plan
 from tests.distributed.test_uneven import make_plan as uneven_plan
 from tests.models import SEQUENCE, TEXT, captured
 
-ITERATION, SAMPLE, PLACE = 3, 5, 7  # of the fault: iteration and its sample, from 0, and the token in the sample
+ITERATION, SAMPLE, PLACE = 3, 5, 7  # The fault is in this iteration and sample of it, from 0, at this token.
 
 
 def token_files(folder: Path, global_batch: int, *, swapped: bool) -> None:
