@@ -35,7 +35,11 @@ class _Running:
 
 
 def serve(pipe: Connection) -> None:
-    """Fork a trial for each call from ``pipe``, and report each end there, until its other end is closed."""
+    """Fork a trial for each call from ``pipe``, and report each end there, until its other end is closed.
+
+    Trials and their ranks inherit this end of the pipe and never close it: by that the driver sees that all have ended.
+    """
+    os.set_inheritable(pipe.fileno(), False)  # by what they fork, but not by programs that they start
     torch.set_num_threads(1)  # a pool of threads would not outlive a fork; each rank sets its own number
     recipe: LoadedRecipe = pipe.recv()
     captures = RankCaptures(recipe)
@@ -50,21 +54,21 @@ def serve(pipe: Connection) -> None:
         timeout_s = max(0.0, min(open_deadlines) - now) if open_deadlines else None
         for ready in wait([pipe, *running], timeout_s):
             if isinstance(ready, Connection):
-                one = _fork(recipe, pipe.recv(), captures, pipe)
+                one = _fork(recipe, pipe.recv(), captures)
                 running[one.process.sentinel] = one
             else:
                 assert isinstance(ready, int)
                 pipe.send(_end_of(running.pop(ready)))
 
 
-def _fork(recipe: LoadedRecipe, call: TrialCall, captures: RankCaptures, pipe: Connection) -> _Running:
+def _fork(recipe: LoadedRecipe, call: TrialCall, captures: RankCaptures) -> _Running:
     for descriptor, file in enumerate(open_logs(call.log_folder), start=1):  # also of what a capture prints
         with file:
             os.dup2(file.fileno(), descriptor)
     with suppress(Exception):  # the trial meets the same error, and reports it in its measurement
         captures.of_plan(call.plan)
     process = multiprocessing.get_context("fork").Process(
-        target=_run, args=(recipe, call, captures, pipe, os.getpid()), name=call.name
+        target=_run, args=(recipe, call, captures, os.getpid()), name=call.name
     )
     process.start()
     return _Running(call, process)
@@ -79,10 +83,9 @@ def _end_of(one: _Running) -> TrialEnd:
     return TrialEnd(one.call.name, problem, one.timed_out)
 
 
-def _run(recipe: LoadedRecipe, call: TrialCall, captures: RankCaptures, pipe: Connection, parent: int) -> None:
+def _run(recipe: LoadedRecipe, call: TrialCall, captures: RankCaptures, parent: int) -> None:
     """The life of a trial's process: whatever the end of its ranks is, it writes a measurement."""
     die_with_parent(parent)
-    pipe.close()
     show_devices(call.devices)
     measurement = measure(recipe, call.plan, call.measurement_file.parent, captures=captures)
     write_whole(call.measurement_file, measurement.to_json())

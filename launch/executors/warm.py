@@ -20,6 +20,7 @@ from auto3d.plan import Plan
 from launch.recipe.load import LoadedRecipe
 from launch.store.files import private_folder
 
+KILLED_S = 10.0  # how long the kernel may take to end the processes of trials: it frees what memory they have
 GRACE_S = 10.0  # how long the warm process may take to report a trial that it had to kill
 LOGS = ("0_log.out", "0_log.err")  # standard output and standard error of a trial, in its log folder
 
@@ -90,11 +91,20 @@ class WarmProcess:
         return ends
 
     def kill(self) -> None:
-        """Kill the process, and all trials and ranks with it: each dies with its parent."""
+        """Kill the process, and all trials and ranks with it: each dies with its parent, and has freed its memory."""
         if self._process is not None:
             self._process.kill()
+            self._wait_for_trials()
             self._end()
         self._running.clear()
+
+    def _wait_for_trials(self) -> None:
+        """Wait until the pipe has no other end: trials and ranks inherit that, and the kernel closes it as they end."""
+        assert self._pipe is not None
+        deadline = time.monotonic() + KILLED_S
+        with suppress(EOFError, OSError):
+            while self._pipe.poll(max(0.0, deadline - time.monotonic())):
+                self._pipe.recv_bytes()
 
     def _start(self, call: TrialCall) -> None:
         self._pipe, theirs = Pipe()
