@@ -19,6 +19,8 @@ What a caller did wrong is an ``InputError`` of one line. Names are imported at 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from auto3d.garbage import garbage_collection_paused
+
 if TYPE_CHECKING:
     from auto3d.capture.export import InputSpec as InputSpec
     from auto3d.capture.model import CapturedModel as CapturedModel
@@ -90,4 +92,5 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'auto3d' has no attribute {name!r}")
     module, _, inner = _PLACES[name].partition(":")
-    return getattr(import_module(module), inner or name)
+    with garbage_collection_paused():
+        return getattr(import_module(module), inner or name)

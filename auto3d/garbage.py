@@ -1,13 +1,16 @@
-"""Pauses of Python's search for garbage."""
+"""When Python looks for garbage: among millions of objects that an import, a capture or a search keeps, for seconds."""
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_USUAL = gc.get_threshold()
+_RARE = (200_000, 20, 100)  # an import of torch and of its tracer makes more than a million objects
+
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """Pause garbage collection: captures and searches make hardly any garbage, and looking for it takes long."""
+    """Pause garbage collection: imports, captures and searches make hardly any garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -15,3 +18,14 @@ def garbage_collection_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def collect_rarely() -> None:
+    """Look for garbage once in many objects: for a process of our own that does not train."""
+    gc.set_threshold(*_RARE)
+
+
+def collect_as_usual() -> None:
+    """Look for garbage as Python does by itself, but never among the objects of now: for a rank, as it begins."""
+    gc.freeze()
+    gc.set_threshold(*_USUAL)

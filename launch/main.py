@@ -9,12 +9,14 @@ import sys
 import traceback
 from types import FrameType
 
+from auto3d.garbage import collect_rarely
 from launch.commands.exit_codes import BAD_INPUT, INTERRUPTED, complain
 from launch.run.end_now import end_now
 
 
 def main() -> None:
     """Run the command; every expected error ends it with one line on standard error and an exit code."""
+    collect_rarely()
     _prepare_streams()
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGTERM counts as an interrupt
         signal.signal(number, _interrupt)

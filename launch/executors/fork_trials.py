@@ -1,13 +1,10 @@
 """The warm process: it imports torch, captures the model once for each micro-batch size, and forks each trial.
 
-``launch.executors.warm`` starts it as ``python -m launch.executors.fork_trials DESCRIPTOR DRIVER``: the pipe on which
-it gets the recipe and the trials' calls, and the process that it dies with. A trial dies with this process, and its
-ranks die with the trial. One that fails ends itself alone.
+A trial dies with this process, and its ranks die with the trial. A trial that fails ends itself alone.
 """
 
 import multiprocessing
 import os
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -89,9 +86,3 @@ def _run(recipe: LoadedRecipe, call: TrialCall, captures: RankCaptures, parent: 
     show_devices(call.devices)
     measurement = measure(recipe, call.plan, call.measurement_file.parent, captures=captures)
     write_whole(call.measurement_file, measurement.to_json())
-
-
-if __name__ == "__main__":
-    die_with_parent(int(sys.argv[2]))
-    with suppress(EOFError, BrokenPipeError):  # the driver is gone
-        serve(Connection(int(sys.argv[1])))

@@ -109,7 +109,7 @@ class WarmProcess:
     def _start(self, call: TrialCall) -> None:
         self._pipe, theirs = Pipe()
         number = theirs.fileno()
-        command = [sys.executable, "-u", "-m", "launch.executors.fork_trials", str(number), str(os.getpid())]
+        command = [sys.executable, "-u", "-m", "launch.executors", str(number), str(os.getpid())]
         out, err = open_logs(call.log_folder)
         # It inherits this mask, and so do its trials: only the driver handles Ctrl-C, and then ends them.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

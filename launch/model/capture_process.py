@@ -9,6 +9,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from auto3d.errors import InputError
+from auto3d.garbage import collect_rarely
 from launch.recipe.load import LoadedRecipe
 
 T = TypeVar("T")  # the argument of a function of the process: a micro-batch size, or a Plan
@@ -63,6 +64,7 @@ class CaptureProcess:
 
 def _answer(pipe: Connection) -> None:
     """Main function of the process. The functions that it calls write to the cache themselves."""
+    collect_rarely()
     with suppress(EOFError, BrokenPipeError):  # the driver has ended
         while True:
             function, recipe, argument = pipe.recv()

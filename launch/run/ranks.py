@@ -20,6 +20,7 @@ from time import monotonic
 from typing import Any
 
 from auto3d.errors import InputError
+from auto3d.garbage import collect_as_usual
 from auto3d.runtime.activity import THIS_RANK, ActivityBoard
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory
@@ -221,6 +222,7 @@ def _run_rank(
     ignore_sigterm: bool,
 ) -> None:
     """Run one rank from start to end: report the outcome of ``target``, then clean up, if it was a success."""
+    collect_as_usual()
     THIS_RANK.report_to(board, world.rank)
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends the ranks

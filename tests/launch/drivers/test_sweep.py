@@ -46,7 +46,7 @@ def start_sweep(folder: Path, *arguments: str) -> subprocess.Popen:
 
 def forks_trials(process: psutil.Process) -> bool:
     """Whether this is the process that a sweep forks its trials from, or was forked from it."""
-    return "launch.executors.fork_trials" in process.cmdline()
+    return "launch.executors" in process.cmdline()
 
 
 def warm_below(pid: int) -> list[psutil.Process]:
