@@ -57,6 +57,15 @@ class TargetTerm:
     ignore_index: int
     places: float  # number of targets of one micro-batch if none is ignored
     has_class_weights: bool  # each target counts with the weight of its class
+    is_alike: bool = False  # counts as if all places were filled where any is, so that all micro-batches weigh the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledTerm:
+    """Another term, which is multiplied by a number."""
+
+    name: str  # name of its node
+    factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +75,7 @@ class LossTerms:
     counted: tuple[TargetTerm, ...] = ()
     constant: tuple[str, ...] = ()  # names of means over all places, whose number never changes
     other: tuple[str, ...] = ()  # names of terms of which nothing is known
+    used: tuple[str, ...] = ()  # names of constant and other terms that something else than the loss depends on
 
 
 def loss_terms(exported: ExportedModel) -> LossTerms:
@@ -100,10 +110,14 @@ class _Analysis:
         private = all(user in path or user.op == "output" for node in path for user in node.users)
         counted = self._counted if private else {}
         other = [node for node in (*self._counted, *self._other) if node not in counted]
+        used = [
+            node for node in (*self._constant, *other) if any(u not in path and u.op != "output" for u in node.users)
+        ]
         return LossTerms(
             counted=tuple(counted.values()),
             constant=tuple(node.name for node in self._constant),
             other=tuple(node.name for node in other),
+            used=tuple(node.name for node in used),
         )
 
     def _walk(self, node: fx.Node) -> None:

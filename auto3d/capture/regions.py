@@ -34,6 +34,7 @@ def inline_regions(
     A value without gradient, such as a buffer, is not detached, since a region may write to it. Raises CaptureError for
     another kind of region, such as a loop or a branch.
     """
+    _find_lost_users(module)
     program = module.graph
     inliner = _Inliner(program, mode, parameters)
     if precision is not None:
@@ -49,6 +50,18 @@ def inline_regions(
     for node in program.find_nodes(op="get_attr"):
         program.erase_node(node)
     _batch(program, mode)
+
+
+def _find_lost_users(module: fx.GraphModule) -> None:
+    """Enter each node among the users of the nodes that it uses.
+
+    Where torch.export inlines code between two regions that has one result, it forgets who uses that result there.
+    """
+    for each in module.modules():
+        if isinstance(each, fx.GraphModule):
+            for node in each.graph.nodes:
+                for used in node.all_input_nodes:
+                    used.users.setdefault(node)
 
 
 class _Inliner:

@@ -143,7 +143,7 @@ class RealBackend:
                 split_backward=stage.index in split,
                 old_weights=bool(schedule.weight_version),
                 derived=derived,
-                terms=layout.target_terms,
+                terms=layout.trained_terms,
                 loss_scale=self.loss_scale,
             )
 

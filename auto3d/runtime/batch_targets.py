@@ -7,7 +7,7 @@ from math import isclose
 from auto3d.capture.graph import BATCH_STATISTICS, Graph
 from auto3d.capture.loss_terms import ACCEPTED, LossTerms
 from auto3d.errors import InputError
-from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.settings import LOSS_MEANS, TrainingSettings
 from auto3d.schedule.operation import Schedule
 
 
@@ -58,13 +58,21 @@ class BatchTargets:
 
 
 def check_loss(
-    terms: LossTerms, schedule: Schedule, settings: TrainingSettings, *, may_ignore: bool, fills: bool = False
+    terms: LossTerms,
+    schedule: Schedule,
+    settings: TrainingSettings,
+    *,
+    may_ignore: bool,
+    parts: int = 1,
+    fills: bool = False,
 ) -> None:
     """Raise InputError if training could not be exact.
 
     ``may_ignore`` says whether the data may have labels that the loss ignores, such as -100; ``fills`` whether it
-    completes a global batch with samples of which all labels are ignored.
+    completes a global batch with samples of which all labels are ignored. A micro-batch is run in ``parts``.
     """
+    if settings.loss_mean not in LOSS_MEANS:
+        raise InputError(f"loss_mean: found {settings.loss_mean!r}; it takes {' or '.join(LOSS_MEANS)}")
     if settings.first_loss_scale is not None and not settings.first_loss_scale > 0:
         raise InputError(f"loss_scale: found {settings.first_loss_scale:g}; it takes a number above 0")
     if settings.first_loss_scale is not None and schedule.weight_version:
@@ -76,8 +84,16 @@ def check_loss(
         return
     if fills:
         check_filled(terms, "the model's loss: last_batch=pad adds samples that must not count")
+    if settings.loss_mean == "micro-batches" and parts == 1:
+        return
     if not targets_vary(terms, may_ignore=may_ignore):
         return
+    if settings.loss_mean == "micro-batches":
+        raise InputError(
+            f"loss_mean: found micro-batches, and schedule {schedule.name} runs each micro-batch in {parts} parts, of "
+            "which none knows how many real targets the others have; use loss_mean=targets, or a schedule that runs "
+            "micro-batches whole"
+        )
     weighted = next((term.name for term in terms.counted if term.has_class_weights), "")
     because = "the data may ignore labels" if may_ignore else f"{weighted} has class weights"
     because += ", so each micro-batch must count with the number of its real targets"
@@ -86,15 +102,23 @@ def check_loss(
             f"schedule: found {schedule.name}; {because}, which is known only when all micro-batches have run; use a "
             "synchronous schedule"
         )
+    if terms.counted and settings.adds_other_terms:
+        if terms.used:
+            raise InputError(
+                f"the model's loss: {', '.join(terms.used)} is added to it, and more of the model depends on it; take "
+                "the mean of a value that only the loss depends on"
+            )
+        return
+    by_hand = "or use loss_mean=micro-batches, the mean of the micro-batches' losses"
     if terms.other:
         raise InputError(
             f"the model's loss: {because}, and what {', '.join(terms.other)} counts cannot be told from the program; "
-            f"it takes {ACCEPTED}"
+            f"it takes {ACCEPTED}; {by_hand}"
         )
     if terms.counted and terms.constant:
         raise InputError(
             f"the model's loss: {because}, and {', '.join(terms.constant)} has no targets to ignore, so no common "
-            f"weight is right for it and {terms.counted[0].name}; it takes {ACCEPTED}, without other terms"
+            f"weight is right for it and {terms.counted[0].name}; it takes {ACCEPTED}, without other terms; {by_hand}"
         )
 
 
@@ -120,5 +144,5 @@ def check_statistics(graph: Graph, because: str, remedy: str) -> None:
 
 
 def targets_vary(terms: LossTerms, *, may_ignore: bool) -> bool:
-    """Whether global batches may differ in what the terms of the loss are means of."""
+    """Whether micro-batches may differ in what the terms of the loss are means of."""
     return may_ignore or any(term.has_class_weights for term in terms.counted)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 
-from auto3d.capture.loss_terms import LossTerms, TargetTerm, loss_terms
+from auto3d.capture.loss_terms import LossTerms, ScaledTerm, TargetTerm, loss_terms
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.shard import Shard
 from auto3d.errors import InputError
@@ -74,6 +74,7 @@ class RankLayout:
     exempt: frozenset[str]  # parameters without weight decay
     state_names: tuple[str, ...]  # all parameters and buffers of the model; none if devices are emulated
     terms: LossTerms  # terms of the loss of one operation, for all samples that the replicas run together
+    settings: TrainingSettings
 
     @property
     def schedule(self) -> Schedule:
@@ -98,6 +99,18 @@ class RankLayout:
     def target_terms(self) -> tuple[TargetTerm, ...]:
         """The counted terms of the loss, of this rank's slice of a micro-batch."""
         return tuple(replace(term, places=term.places / self.replicas) for term in self.terms.counted)
+
+    @property
+    def trained_terms(self) -> tuple[TargetTerm | ScaledTerm, ...]:
+        """The terms of the loss that a training weights, and how: see TrainingSettings.loss_mean and its neighbour."""
+        counted = tuple(
+            replace(term, is_alike=self.settings.loss_mean == "micro-batches") for term in self.target_terms
+        )
+        if not counted or not self.settings.adds_other_terms:
+            return counted
+        factor = self.plan.dp * self.plan.micro_batches
+        others = (*self.terms.constant, *self.terms.other)
+        return (*counted, *(ScaledTerm(name=name, factor=factor) for name in others))
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -279,6 +292,7 @@ def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
         exempt=common.exempt,
         state_names=tuple(sorted(names)),
         terms=common.terms,
+        settings=common.settings,
     )
 
 

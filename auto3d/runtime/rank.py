@@ -158,7 +158,8 @@ def _check_data(common: PlanLayout, data: TrainingData | None) -> None:
     """Raise InputError where training on ``data`` would not be that of one process."""
     fills = isinstance(data, DataSettings) and data.last_batch == "pad"  # with samples that do not count
     may_ignore = data is not None and data.may_ignore_targets
-    check_loss(common.terms, common.schedule, common.settings, may_ignore=may_ignore, fills=fills)
+    parts = common.schedule.slices * max(common.replicas)
+    check_loss(common.terms, common.schedule, common.settings, may_ignore=may_ignore, parts=parts, fills=fills)
     if fills:
         because = "data.last_batch: found pad, which adds samples that must not count"
         check_statistics(common.captured.graph, because, "use drop")

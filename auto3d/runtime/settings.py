@@ -20,6 +20,9 @@ LEARNING_RATE_SCHEDULES = (
     "warmup_stable_decay",
 )  # those of transformers.get_scheduler that need no metric
 FIRST_LOSS_SCALE = 65536.0
+LOSS_MEANS = ("targets", "micro-batches")
+"""The loss of a global batch: the mean over its targets that are not ignored, or the mean of its micro-batches' losses,
+as a loop on one process takes it that divides each loss by their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,10 @@ class TrainingSettings:
     tf32: bool = False  # on GPUs: matrix products and convolutions round their float32 inputs to TF32
     compile: bool = False  # torch.compile the operators of each stage
     deterministic: bool = False  # allow only bitwise reproducible algorithms
+    loss_mean: str = "targets"  # one of LOSS_MEANS
+    adds_other_terms: bool = False
+    """Terms of the loss that are no means over targets are added up over the micro-batches instead of averaged, as in
+    transformers where the model divides by num_items_in_batch."""
     loss_scale: float | None = None  # first factor of the loss in a backward, which adapts; None: only in float16
     emulation: Emulation | None = None  # emulated devices, whose operations only wait; None: real devices
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from auto3d.capture.graph import Graph
-from auto3d.capture.loss_terms import TargetTerm
+from auto3d.capture.loss_terms import ScaledTerm, TargetTerm
 from auto3d.capture.model import CapturedModel
 from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage
@@ -133,7 +133,7 @@ class StageModule:
         split_backward: bool = False,
         old_weights: bool = False,
         derived: DerivedProgram | None = None,
-        terms: Sequence[TargetTerm] = (),
+        terms: Sequence[TargetTerm | ScaledTerm] = (),
         loss_scale: LossScale | None = None,
         compile: bool = False,
     ) -> None:

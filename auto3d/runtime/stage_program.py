@@ -130,9 +130,9 @@ def segment_program(
             learned = trained | {each for each, parameter in parameters.items() if parameter in trained}
             if (split := split_operation(copy, learned, parameters, deferred)) is not None:
                 modules[node.name] = split
-        mean = modules.get(node.name, node.target)
-        if targets is not None and callable(mean) and (counted := targets.module_of(node, mean)) is not None:
-            modules[node.name] = counted
+        run = modules.get(node.name, node.target)
+        if targets is not None and callable(run) and (weighted := targets.module_of(node, run)) is not None:
+            modules[node.name] = weighted
         if node.name in modules:
             copy.op, copy.target = "call_module", node.name
         if split is None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from auto3d.capture.loss_terms import TargetTerm
+from auto3d.capture.loss_terms import ScaledTerm, TargetTerm
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.nodes import args_of
 from auto3d.partition.segment import segments
@@ -150,7 +150,7 @@ class SubPipelinedStage:
         split_backward: bool = False,
         old_weights: bool = False,
         derived: DerivedProgram | None = None,
-        terms: Sequence[TargetTerm] = (),
+        terms: Sequence[TargetTerm | ScaledTerm] = (),
         loss_scale: LossScale | None = None,
     ) -> None:
         assert isinstance(derived, TensorParallelRank)

@@ -1,4 +1,4 @@
-"""Means over targets in the program of a stage: each counts its targets, and is weighted by their number."""
+"""Terms of the loss in the program of a stage: a mean over targets is weighted by their number, another by a factor."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from auto3d.capture.loss_terms import TargetTerm
+from auto3d.capture.loss_terms import ScaledTerm, TargetTerm
 
 
 class CountedMean(nn.Module):
     """A cross-entropy's mean times n / ``term.places``, where n targets are not ignored: 0 if there are none.
 
-    If none is ignored, the factor is exactly 1. Nothing here waits for the device.
+    If none is ignored, the factor is exactly 1; where ``term.is_alike`` also if some are. Nothing waits for the device.
     """
 
     def __init__(self, term: TargetTerm, mean: Callable[..., torch.Tensor]) -> None:
@@ -27,27 +27,41 @@ class CountedMean(nn.Module):
             if self._term.has_class_weights:
                 weight = options["weight"] if "weight" in options else others[0]
                 counts = weight.take(target.masked_fill(~counts, 0)) * counts
-            self.count = counts.sum()
+            self.count = counts.any() * self._term.places if self._term.is_alike else counts.sum()
             factor = self.count / self._term.places
         mean = self._mean(logits, target, *others, **options)
         # A mean of no targets is NaN. The gradients of ignored targets are zero, even those of such a mean.
         return (mean * factor).masked_fill(self.count == 0, 0.0).to(mean.dtype)
 
 
-class TargetCounts:
-    """The means over targets that one stage computes."""
+class Scaled(nn.Module):
+    """A term of the loss times ``factor``."""
 
-    def __init__(self, terms: Sequence[TargetTerm] = ()) -> None:
+    def __init__(self, factor: float, term: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self._factor, self._term = factor, term
+
+    def forward(self, *values: Any, **options: Any) -> torch.Tensor:
+        return self._term(*values, **options) * self._factor
+
+
+class TargetCounts:
+    """The terms of the loss that one stage computes, and how many targets its means have counted."""
+
+    def __init__(self, terms: Sequence[TargetTerm | ScaledTerm] = ()) -> None:
         self._numbers = {term.name: number for number, term in enumerate(terms)}
         self._terms = terms
         self._means: dict[int, CountedMean] = {}
 
-    def module_of(self, node: fx.Node, mean: Callable[..., torch.Tensor]) -> CountedMean | None:
-        """The module that runs ``node`` by ``mean``; None if it is no mean over targets."""
+    def module_of(self, node: fx.Node, run: Callable[..., torch.Tensor]) -> CountedMean | Scaled | None:
+        """The module that runs ``node``, which ``run`` would run; None if it is none of the terms."""
         number = self._numbers.get(node.name)
         if number is None:
             return None
-        self._means[number] = CountedMean(self._terms[number], mean)
+        term = self._terms[number]
+        if isinstance(term, ScaledTerm):
+            return Scaled(term.factor, run)
+        self._means[number] = CountedMean(term, run)
         return self._means[number]
 
     def take(self) -> dict[int, torch.Tensor]:

@@ -13,6 +13,7 @@ import transformers
 from accelerate.state import AcceleratorState, PartialState
 from transformers.training_args import ParallelMode
 
+from auto3d.runtime.settings import LOSS_MEANS
 from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.world import join
 from auto3d.trainer.setup import setup
@@ -35,6 +36,15 @@ class TrainingArguments(transformers.TrainingArguments):
     )
     threads_per_rank: int | None = field(
         default=None, metadata={"help": "Threads with which a CPU rank computes; default: those that torch has."}
+    )
+
+    loss_mean: str | None = field(
+        default=None,
+        metadata={
+            "help": "What a loss is the mean of: targets, or micro-batches. Default: as in transformers, targets where "
+            "the model's forward takes num_items_in_batch, else micro-batches.",
+            "choices": LOSS_MEANS,
+        },
     )
 
     @cached_property

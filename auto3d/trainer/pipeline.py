@@ -53,9 +53,18 @@ class Pipeline:
         return self._weights is None
 
     def start(
-        self, data: CollatedData, iterations: int, decayed: Collection[str], checkpoints: Checkpoints | None
+        self,
+        data: CollatedData,
+        iterations: int,
+        *,
+        decayed: Collection[str],
+        counts_items: bool,
+        checkpoints: Checkpoints | None,
     ) -> Training:
-        """Build a training of ``data`` from the model's weights; ``decayed`` names parameters with weight decay."""
+        """Build a training of ``data`` from the model's weights.
+
+        ``decayed`` names parameters with weight decay; ``counts_items`` is explained in settings.py.
+        """
         self.training = None
         gc.collect()  # the stages of an earlier training
         self.inputs = data.shapes
@@ -63,7 +72,7 @@ class Pipeline:
             self._planned = plan_of(setup(), self._args, self.build, data.shapes)
         plan, captured = self._planned
         exempt = {name for name, _ in self._model.named_parameters()} - set(decayed)
-        self.settings = training_settings(self._args, iterations, exempt)
+        self.settings = training_settings(self._args, iterations, exempt, counts_items=counts_items)
         self.training = Training(
             captured, plan, self.settings, data, setup().world, state=self._weights, checkpoints=checkpoints
         )

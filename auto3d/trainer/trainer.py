@@ -330,7 +330,13 @@ class Trainer(transformers.Trainer):
     def _start(self, data: CollatedData, iterations: int, checkpoints: Checkpoints | None) -> Training:
         """This rank of a pipeline with the weights of the model."""
         self._iterations = iter(())
-        return self._pipeline.start(data, iterations, self.get_decay_parameter_names(self.model), checkpoints)
+        return self._pipeline.start(
+            data,
+            iterations,
+            decayed=self.get_decay_parameter_names(self.model),
+            counts_items=self.model_accepts_loss_kwargs,
+            checkpoints=checkpoints,
+        )
 
     def evaluation_loop(
         self,

@@ -5,7 +5,7 @@ from typing import Any
 
 from auto3d.cost.systems import SYSTEMS
 from auto3d.plan import AUTO3D
-from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES
+from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES, LOSS_MEANS
 from launch.recipe.cluster_schema import ClusterRecipe
 from launch.recipe.data_schema import DataRecipe
 from launch.recipe.model_schema import ModelRecipe
@@ -134,6 +134,12 @@ class TrainingRecipe:
     betas: list[float] = key([0.9, 0.999], "the two betas of adamw", least=0, below=1)
     clip_norm: float = key(
         1.0, "largest norm of all gradients together; 0: no clipping, which asynchronous schedules need", least=0
+    )
+    loss_mean: str = key(
+        "targets",
+        "what the loss of a global batch is the mean of: its targets that are not ignored, or the losses of its "
+        "micro-batches, as in a loop on one process",
+        choices=LOSS_MEANS,
     )
     seed: int = key(1, "seed of initial weights, data order and dropout", least=0, below=LARGEST_INTEGER)
     precision: str = key(

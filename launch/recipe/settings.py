@@ -195,6 +195,7 @@ def training_settings(recipe: Recipe, *, iterations: int) -> TrainingSettings:
         compile=training.compile,
         tf32=training.tf32,
         deterministic=training.deterministic,
+        loss_mean=training.loss_mean,
         emulation=emulation(recipe),
     )
 

@@ -163,6 +163,24 @@ def test_a_second_term_without_targets_is_refused_where_data_may_ignore_targets(
         check_loss(found, ONE_BY_ONE, SETTINGS, may_ignore=True)
 
 
+@pytest.mark.parametrize("name", OTHER)
+def test_any_loss_is_the_mean_of_micro_batches_that_are_run_whole(name):
+    settings = TrainingSettings(iterations=1, loss_mean="micro-batches")
+    check_loss(terms_of(OTHER[name]), ONE_BY_ONE, settings, may_ignore=True)
+    with pytest.raises(InputError, match="1f1b runs each micro-batch in 2 parts"):
+        check_loss(terms_of(OTHER[name]), ONE_BY_ONE, settings, may_ignore=True, parts=2)
+
+
+def test_another_term_is_added_up_unless_more_depends_on_it():
+    settings = TrainingSettings(iterations=1, adds_other_terms=True)
+    found = terms_of(lambda m, x, y: cross_entropy(m, x, y) + 0.1 * x.square().mean())
+    assert found.used == ()
+    check_loss(found, ONE_BY_ONE, settings, may_ignore=True)
+    found = terms_of(lambda m, x, y: cross_entropy(m, x * (size := x.square().mean()), y) + size)
+    with pytest.raises(InputError, match="mean is added to it, and more of the model depends on it"):
+        check_loss(found, ONE_BY_ONE, settings, may_ignore=True)
+
+
 @pytest.mark.parametrize("name", CONSTANT)
 def test_data_that_fills_a_batch_needs_a_loss_that_ignores_the_filling(name):
     found = terms_of(CONSTANT[name])

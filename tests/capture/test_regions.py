@@ -51,6 +51,26 @@ def test_regions_agree_with_eager_mode(between):
     assert_equal_to_eager(type("Model", (Layers,), {"between": between}), X)
 
 
+class Taught(Layers):
+    """The code before the region has one result, which the mark of a repeated block uses too."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.student = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+
+    def between(self, x, h):
+        h = self.student(h)
+        with torch.no_grad():
+            wanted = self.teacher(h)
+        return h * wanted
+
+
+def test_every_node_knows_its_users():
+    assert_equal_to_eager(Taught, X)
+    for node in capture(Taught, SPECS, 4).exported.program.nodes:
+        assert all(node in used.users for used in node.all_input_nodes)
+
+
 def test_other_transforms_are_refused():
     def gradient(self, x, h):
         return self.second(torch.func.grad(lambda a: (a**2).sum())(h))

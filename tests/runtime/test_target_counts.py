@@ -32,6 +32,18 @@ def test_a_mean_times_its_count(options, shape):
     assert torch.equal(module.count, number)
 
 
+def test_micro_batches_that_weigh_the_same_count_as_if_all_places_were_filled():
+    term = TargetTerm(name="mean", ignore_index=-100, places=4, has_class_weights=False, is_alike=True)
+    module, logits, target = (
+        CountedMean(term, functional.cross_entropy),
+        torch.randn(4, 3),
+        torch.tensor([0, -100, 2, 1]),
+    )
+    assert torch.equal(module(logits, target), functional.cross_entropy(logits, target))
+    assert module.count == 4
+    assert module(logits, torch.full((4,), -100)) == module.count == 0
+
+
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=str)
 @pytest.mark.parametrize("ignored", [-100, 0])
 def test_no_targets_give_exactly_zero(options, ignored):

@@ -13,6 +13,8 @@ from transformers import (
     DataCollatorForLanguageModeling,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     TrainerCallback,
     set_seed,
@@ -48,12 +50,23 @@ def llama(**sizes):
     return LlamaForCausalLM(LlamaConfig(**SIZES | sizes))
 
 
-def trainer(model=None, data=None, *, collator=None, eval_dataset=None, callbacks=(), metrics=None, **arguments):
+def trainer(
+    model=None,
+    data=None,
+    *,
+    collator=None,
+    eval_dataset=None,
+    callbacks=(),
+    metrics=None,
+    classes=(Trainer, TrainingArguments),
+    **arguments,
+):
     defaults = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
     defaults |= {"learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "report_to": []}
-    return Trainer(
+    trainer_type, arguments_type = classes
+    return trainer_type(
         model=llama() if model is None else model,
-        args=TrainingArguments(**{"output_dir": "out", "disable_tqdm": True, "ddp_timeout": 60} | defaults | arguments),
+        args=arguments_type(**{"output_dir": "out", "disable_tqdm": True, "ddp_timeout": 60} | defaults | arguments),
         train_dataset=with_labels(rows()) if data is None else data,
         eval_dataset=eval_dataset,
         data_collator=collator,
@@ -141,6 +154,58 @@ FAULTS = {  # code that makes the trainer, and words of its error
         "TrainingArguments.label_smoothing_factor: found 0.1; it takes 0.0",
     ),
 }
+
+
+class Student(torch.nn.Module):
+    """Learns labels and what a teacher without gradient says of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.student = (
+            torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 3)) for _ in range(2)
+        )
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x, labels):
+        logits = self.student(x)
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        distance = torch.nn.functional.kl_div(logits.log_softmax(-1), wanted.softmax(-1), reduction="batchmean")
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels) + 0.5 * distance}
+
+
+class Tagger(torch.nn.Module):
+    """Labels tokens; takes no num_items_in_batch, so transformers takes the mean of the micro-batches' losses."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64)
+
+    def forward(self, input_ids, labels):
+        return {"loss": torch.nn.functional.cross_entropy(self.head(self.embed(input_ids)).transpose(1, 2), labels)}
+
+
+def mixture():
+    """Experts whose balance is a second term of the loss."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    return MixtralForCausalLM(MixtralConfig(**SIZES | experts, output_router_logits=True, router_aux_loss_coef=0.1))
+
+
+MEANS = {  # losses that are means of several things, and data whose micro-batches differ in what they are means of
+    "a teacher": lambda: (Student(), [{"x": torch.rand(4), "labels": number % 3} for number in range(32)]),
+    "a last batch in part": lambda: (Tagger(), ignoring(rows(14))),
+    "no count": lambda: (Tagger(), ignoring(rows(12))),
+    "a count": lambda: (llama(), ignoring(rows(12))),
+    "experts": lambda: (mixture(), with_labels(rows())),
+}
+
+
+def means(make=None):
+    """A trainer for each of MEANS, by name; ``make`` as ``trainer``."""
+    for name, made in MEANS.items():
+        set_seed(0)
+        model, data = made()
+        yield name, (make or trainer)(model, data, max_steps=5)
 
 
 class Normalised(torch.nn.Module):
