@@ -35,6 +35,7 @@ from auto3d.capture.faithful import trace
 from auto3d.capture.in_place import name_of, remove_in_place, written_buffers
 from auto3d.capture.known_values import KnownValues
 from auto3d.capture.masks import leave_masks_to_kernel
+from auto3d.capture.nested import padding_as_nested
 from auto3d.capture.regions import inline_regions
 from auto3d.capture.repeats import RepeatedBlocks
 from auto3d.capture.traced_branches import answered_as_eager, misled
@@ -209,6 +210,7 @@ def _export(
     _remove_assertions(program)
     remove_in_place(program, model.mode, buffers=buffers.keys(), inputs=inputs.keys())
     _forget_device(program)
+    _make_gradients_dense(program)
     leave_masks_to_kernel(program)
     loss = _find_loss(module, exported)
     outputs = {name: _find_output(module, exported, name) for name in mode.outputs}
@@ -272,6 +274,7 @@ def _exported(
         repeats.found() if traces is not None else nullcontext(),
         no_idle_conversions(),
         idle_copies_recorded(),
+        padding_as_nested(),
         active(*autocast.kind) if autocast is not None else nullcontext(),
     ):
         return torch.export.export(module, (), dict(arguments), strict=False)
@@ -323,6 +326,21 @@ def _forget_device(program: fx.Graph) -> None:
     for node in program.nodes:
         node.args = fx.node.map_aggregate(node.args, forgotten)
         node.kwargs = fx.node.map_aggregate(node.kwargs, forgotten)
+
+
+def _make_gradients_dense(program: fx.Graph) -> None:
+    """Let embeddings with ``sparse=True`` have gradients of all rows, which are zeros elsewhere.
+
+    Ranks sum gradients that lie beside each other in one tensor. An update is the same where torch takes both kinds, by
+    SGD without weight decay or by Adagrad; SparseAdam takes no other kind, and is refused.
+    """
+    aten = torch.ops.aten
+    for target in (aten.embedding.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx):
+        place = [argument.name for argument in target._schema.arguments].index("sparse")
+        for node in program.find_nodes(op="call_function", target=target):
+            if len(node.args) > place:
+                node.update_arg(place, False)
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "sparse"}
 
 
 def _first_names(placeholders: Mapping[str, str], named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:

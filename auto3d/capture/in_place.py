@@ -141,6 +141,11 @@ class _Rewriter:
                 f"captured{node_line(node)}; use the out-of-place form there, or write to a clone"
             )
         if base.op == "placeholder" and base.name not in self._inputs and base.name not in self.whole_buffers:
+            if node.target is torch.ops.aten.embedding_renorm_.default:
+                raise CaptureError(
+                    f"an embedding with max_norm shortens the rows that it looks up{node_line(node)}, and no forward "
+                    "may change a parameter; leave max_norm out"
+                )
             raise CaptureError(
                 f"{name_of(node.target)} writes in place to a parameter or a constant of the model{node_line(node)}; "
                 "write to a copy there, or make the tensor a buffer"

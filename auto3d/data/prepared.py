@@ -160,8 +160,12 @@ def _texts(column: Any, name: str, first: int) -> list[str]:
     texts: list[str] = column.to_pylist()
     for row, text in enumerate(texts, start=first):
         if not isinstance(text, str):
-            raise DataError(f"column {name}: row {row} holds {type(text).__name__}; it takes text")
+            raise DataError(f"column {name}: row {row} holds {_name_of(text)}; it takes text")
     return texts
+
+
+def _name_of(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
 
 
 def _raise_to(largest: dict[str, int], name: str, values: np.ndarray) -> None:

@@ -1,7 +1,8 @@
 """A user's module as the ``build`` function and the initial state that a capture and its ranks need."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ def build_of(model: nn.Module) -> Callable[[], nn.Module]:
     A module on the meta device is made again from its config, so that it must be a PreTrainedModel. Any other is copied
     around its parameters, whose memory the copy does not touch. Raises InputError for what cannot be trained so.
     """
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise InputError(f"model: it is a {type(model).__name__}, and a pipeline divides the work; give its .module")
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != torch.float32:
             raise InputError(
@@ -56,10 +59,50 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor] | None:
     return {name: tensor.detach() for name, tensor in [*buffers_of(model).items(), *model.named_parameters()]}
 
 
+def separate(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``state`` with contiguous tensors that share no memory, as files of safetensors have them."""
+    found, memory = {}, set[int]()
+    for name, tensor in state.items():
+        storage = tensor.untyped_storage().data_ptr()
+        is_own = tensor.is_contiguous() and storage not in memory
+        found[name] = tensor if is_own else tensor.clone(memory_format=torch.contiguous_format)
+        memory.add(storage)
+    return found
+
+
 def _like(model: nn.Module) -> nn.Module:
     """A copy of ``model`` whose parameters have no values. Their memory is untouched, so it takes none yet."""
     stand_ins: dict[int, object] = {
         id(parameter): nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
         for parameter in model.parameters()
     }
+    if not _is_copied(model, stand_ins):
+        _stand_in(model, stand_ins, set())
     return copy.deepcopy(model, stand_ins)
+
+
+def _stand_in(value: Any, stand_ins: dict[int, object], seen: set[int]) -> None:
+    """Enter into ``stand_ins`` what deepcopy cannot copy of ``value``, such as a lock: the copy shares it.
+
+    It copies no tensor that an operation has made; old weight norms and masks of pruning hold some, and so does a model
+    that keeps an output. For such a tensor its values stand in.
+    """
+    if id(value) in seen or _is_copied(value, stand_ins):
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        stand_ins[id(value)] = value.detach().clone()
+        return
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, Collection) else ()
+    for part in [*items, *getattr(value, "__dict__", {}).values()]:
+        _stand_in(part, stand_ins, seen)
+    if not _is_copied(value, stand_ins):
+        stand_ins[id(value)] = value
+
+
+def _is_copied(value: Any, stand_ins: Mapping[int, object]) -> bool:
+    try:
+        copy.deepcopy(value, dict(stand_ins))
+    except Exception:  # of any kind: a class may define how it is copied
+        return False
+    return True

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ def output_names(
     model = empty_model(build, device)
     model.module.eval()
     arguments = {name: model.zeros((2, *spec.shape), spec.dtype) for name, spec in inputs.items()}
-    with torch.no_grad(), model.mode:
+    padded = patch.object(torch.backends.mha, "get_fastpath_enabled", lambda: False)  # nested tensors need values
+    with torch.no_grad(), model.mode, padded:
         result = model.module(**arguments)
     if not isinstance(result, Mapping):
         raise InputError(

@@ -158,9 +158,11 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     if _rank:
         sleep(OTHERS_S)
     rank = f"rank {_rank}: " if _rank else ""
-    # torch's own hook, set when the ranks join, catches sys.stderr and would lose the line by the SystemExit.
+    # torch's own hook, set when the ranks join, catches sys.stderr and would lose the line by an exit in here.
     print(f"auto3d: {rank}{error}", file=sys.__stderr__, flush=True)
-    raise SystemExit(INPUT_ERROR)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(INPUT_ERROR)  # Python's shutdown would destroy the process groups, which may abort the process
 
 
 def _leave() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from auto3d.capture.export import InputSpec
@@ -25,6 +26,7 @@ from auto3d.trainer.callbacks import PipelineCallbacks, events_with_weights, is_
 from auto3d.trainer.checks import check_samples, limits_of
 from auto3d.trainer.evaluation import Evaluation, check_batches, check_evaluation, evaluated, metrics_of, shifts_labels
 from auto3d.trainer.folders import check_complete, last_complete, load_weights, write_state
+from auto3d.trainer.instance import separate
 from auto3d.trainer.padding import padding_of
 from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.rank_zero import of_rank_0
@@ -70,6 +72,8 @@ class Trainer(transformers.Trainer):
             raise InputError("Trainer: args is transformers' TrainingArguments; make it by auto3d.TrainingArguments")
         if not isinstance(model, nn.Module):
             raise InputError(f"Trainer: model is a {type(model).__name__}; it takes a torch.nn.Module")
+        if isinstance(model, OptimizedModule):  # of torch.compile; TrainingArguments.torch_compile compiles the stages
+            model = model._orig_mod
         check_arguments(args)
         check_callbacks(callbacks or ())
         for name, dataset in {"train_dataset": train_dataset, "eval_dataset": eval_dataset}.items():
@@ -157,6 +161,12 @@ class Trainer(transformers.Trainer):
             super().save_model(folder, _internal_call)
         with waiting_for("rank 0 to write the model", self.args.ddp_timeout):
             dist.barrier()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """Write the weights; of a module that cannot write itself, also those that share memory or are views."""
+        if state_dict is None and not hasattr(self.model, "save_pretrained"):
+            state_dict = separate(self.model.state_dict())
+        super()._save(output_dir, state_dict)
 
     # What transformers' loop calls
 

@@ -67,6 +67,7 @@ def assert_equal_to_eager(
 
 
 def _assert_close(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    expected = expected.to_dense()  # a gradient may be sparse
     bound = 1e-5 * expected.double().abs().max() + 1e-7
     difference = (actual.double() - expected.double()).abs().max()
     assert difference <= bound, f"{name}: the difference is {difference:.3g}, the bound {bound:.3g}"

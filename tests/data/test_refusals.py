@@ -93,8 +93,11 @@ def test_tables_that_do_not_fit_their_inputs_are_refused(tmp_path):
         (of('{"text": "a"}\n{"text": 1'), "line 2: not JSON"),
         (of('{"text": "a"}\n[1]'), "line 2: it takes an object"),
         (of('{"text": "a"}\n{"texts": "b"}'), "line 2 has no column text; it has texts"),
-        (of('{"text": "a"}\n{"text": null}'), "column text: row 1 holds NoneType; it takes text"),
+        (of('{"text": "a"}\n{"text": null}'), "line 2: text is null; leave such rows out"),
         (of('{"text": 3}'), "row 0 holds int; it takes text"),
+        (of('{"text": "a"}\n{"text": [1]}'), "line 2: text holds a list, and in line 1 text"),
+        (of('{"text": "a"}\n{"text": "\\ud83d"}'), r"line 2: text has half of a character, '\\ud83d'"),
+        (of('{"text": "a"}\n{"text": 1e400}'), "line 2: text holds a number, and in line 1 text"),
         (of('{"text": ""}'), "no row has a token"),
         (of('{"text": "a"}'), "tokens; one sample needs 129"),
         (of(""), "they have no rows"),
@@ -114,7 +117,7 @@ def test_tables_that_do_not_fit_their_inputs_are_refused(tmp_path):
         (replace(columns(two=column), source="dataset", files=(str(tmp_path / "empty"),)), "not a saved dataset"),
         (replace(columns(two=column), source="parquet", files=(good,)), "not a readable Parquet file"),
         (replace(columns(two=column), source="parquet", files=(str(parquet),)), "no column two; it has other, text"),
-        (replace(settings, source="parquet", files=(str(parquet),)), "row 0 holds NoneType"),
+        (replace(settings, source="parquet", files=(str(parquet),)), "row 0 holds null; it takes text"),
     ):
         refused(changed, problem)
     assert not list((tmp_path / "cache").glob("*.partial*"))

@@ -240,7 +240,7 @@ def test_json_lines_are_taken_as_they_are(tmp_path):
     tokenizer = save_tokenizer(tmp_path / "tokenizer")
     texts = ["2024-01-02", "2024-01-02T03:04:05"] * 4
     file = tmp_path / "dates.jsonl"
-    file.write_text("\n\n".join(json.dumps({"other": [1, "x"], "text": text}) for text in texts))
+    file.write_text("\ufeff" + "\n\n".join(json.dumps({"other": [1, "x"], "text": text}) for text in texts))
     settings = DataSettings(
         source="json", files=(str(file),), tokenizer=str(tmp_path / "tokenizer"), packing="padded", cache=tmp_path,
         sequence_length=LENGTH, inputs={"input_ids": InputField(kind="tokens")},

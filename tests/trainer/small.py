@@ -3,10 +3,12 @@
 import os
 import sys
 from random import SystemRandom
+from threading import Lock
 
 import numpy as np
 import torch
 from datasets import Dataset
+from torch.nn.utils import prune
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -148,6 +150,10 @@ FAULTS = {  # code that makes the trainer, and words of its error
         lambda: trainer(eval_dataset=ignoring(rows(8)), per_device_eval_batch_size=3, **AT_THE_END),
         "found 3; samples have different numbers of targets, and 2 samples run at once, so it must be a multiple of 2",
     ),
+    "data parallel": (
+        lambda: trainer(torch.nn.DataParallel(llama())),
+        "model: it is a DataParallel, and a pipeline divides the work; give its .module",
+    ),
     "another model": (Resuming, "it belongs to another model"),
     "label smoothing": (
         lambda: trainer(label_smoothing_factor=0.1),
@@ -191,18 +197,45 @@ def mixture():
     return MixtralForCausalLM(MixtralConfig(**SIZES | experts, output_router_logits=True, router_aux_loss_coef=0.1))
 
 
-MEANS = {  # losses that are means of several things, and data whose micro-batches differ in what they are means of
-    "a teacher": lambda: (Student(), [{"x": torch.rand(4), "labels": number % 3} for number in range(32)]),
+class Bare(torch.nn.Module):
+    """A classifier with something that cannot be copied."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
+        if kind == "weight norm":
+            torch.nn.utils.weight_norm(self.body)
+        elif kind == "pruned":
+            prune.l1_unstructured(self.body, "weight", 0.5)
+        elif kind == "lock":
+            self.helpers = [Lock(), self.head]
+        elif kind == "kept output":
+            self.last = self.body(torch.zeros(2, 4))
+
+    def forward(self, x, labels):
+        return {"loss": torch.nn.functional.cross_entropy(self.head(self.body(x).relu()), labels)}
+
+
+def classes():
+    return [{"x": torch.rand(4), "labels": number % 3} for number in range(32)]
+
+
+MODELS = {  # losses that are means of several things over micro-batches that differ in them; what cannot be copied
+    "a teacher": lambda: (Student(), classes()),
     "a last batch in part": lambda: (Tagger(), ignoring(rows(14))),
     "no count": lambda: (Tagger(), ignoring(rows(12))),
     "a count": lambda: (llama(), ignoring(rows(12))),
     "experts": lambda: (mixture(), with_labels(rows())),
+    "an old weight norm": lambda: (Bare("weight norm"), classes()),
+    "pruned": lambda: (Bare("pruned"), classes()),
+    "a lock": lambda: (Bare("lock"), classes()),
+    "a kept output": lambda: (Bare("kept output"), classes()),
 }
 
 
-def means(make=None):
-    """A trainer for each of MEANS, by name; ``make`` as ``trainer``."""
-    for name, made in MEANS.items():
+def trainers(make=None):
+    """A trainer for each of MODELS, by name; ``make`` as ``trainer``."""
+    for name, made in MODELS.items():
         set_seed(0)
         model, data = made()
         yield name, (make or trainer)(model, data, max_steps=5)

@@ -61,21 +61,21 @@ def test_a_pipeline_trains_as_one_process_does(processes, tmp_path):
     assert two["evaluated"] == [1]
 
 
-def losses_of_means(world, folder, port, make=None):
+def losses_of_models(world, folder, port, make=None):
     as_rank(world, port)
     os.chdir(folder)
     if make is None:
         init(pp=world.size)
-    return {name: losses(trainer) for name, trainer in small.means(make)}
+    return {name: losses(trainer) for name, trainer in small.trainers(make)}
 
 
 def of_transformers(*arguments, **options):
     return small.trainer(*arguments, **options, classes=(transformers.Trainer, transformers.TrainingArguments))
 
 
-def test_a_loss_is_the_mean_that_one_transformers_process_takes(processes, tmp_path):
-    (one,) = processes.run(1, losses_of_means, tmp_path, None, of_transformers)
-    for two in processes.run(2, losses_of_means, tmp_path, free_port()):
+def test_losses_are_those_of_one_transformers_process(processes, tmp_path):
+    (one,) = processes.run(1, losses_of_models, tmp_path, None, of_transformers)
+    for two in processes.run(2, losses_of_models, tmp_path, free_port()):
         for name, expected in one.items():
             assert two[name] == pytest.approx(expected, rel=1e-5), name
 

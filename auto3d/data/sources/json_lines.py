@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _ROWS = 1000  # rows that are read at once
+_KINDS = {str: "text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
 def read_rows(files: Sequence[str], columns: Sequence[str]) -> Iterator[dict[str, "pa.Array"]]:
@@ -26,15 +27,34 @@ def read_rows(files: Sequence[str], columns: Sequence[str]) -> Iterator[dict[str
             values = {}
             for column in columns:
                 try:
-                    values[column] = pa.array([row[column] for row in batch])
-                except (pa.ArrowException, OverflowError) as error:
-                    raise DataError(f"column {column} of {name}: {str(error).splitlines()[0]}") from None
+                    values[column] = pa.array([row[column] for _, row in batch])
+                except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
+                    raise _unreadable(name, column, [(line, row[column]) for line, row in batch], error) from None
             yield values
 
 
-def _objects(name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _unreadable(name: str, column: str, values: Sequence[tuple[int, Any]], error: Exception) -> DataError:
+    """Why pyarrow takes no array of ``values``, each with its line, in which it finds ``error``."""
+    (first, kind), *_ = ((line, type(value)) for line, value in values)
+    for line, value in values:
+        if isinstance(value, str) and isinstance(error, UnicodeEncodeError) and value == error.object:
+            return DataError(
+                f"{name}, line {line}: {column} has half of a character, {value[error.start]!r}; it takes whole ones"
+            )
+        if type(value) is not kind:
+            return DataError(
+                f"{name}, line {line}: {column} holds {_KINDS[type(value)]}, and in line {first} {_KINDS[kind]}; all "
+                "rows must hold the same kind"
+            )
+    return DataError(
+        f"{name}, from line {first}: {column} holds {_KINDS[kind]} that no array of numbers or texts can hold"
+    )
+
+
+def _objects(name: str, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each row with its line, from 1."""
     try:
-        with open(name, encoding="utf-8") as lines:
+        with open(name, encoding="utf-8-sig") as lines:  # with or without a mark of the byte order
             for number, line in enumerate(lines, start=1):
                 if line.isspace():
                     continue
@@ -44,10 +64,12 @@ def _objects(name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
                 for column in columns:
                     if column not in row:
                         raise DataError(f"{name}, line {number} has no column {column}; it has {', '.join(row)}")
-                yield row
+                    if row[column] is None:
+                        raise DataError(f"{name}, line {number}: {column} is null; leave such rows out")
+                yield number, row
     except json.JSONDecodeError as error:
-        raise DataError(f"files: {name}, line {number}: not JSON: {error.msg}") from None
+        raise DataError(f"files: {name}, line {number}: not JSON: {error.msg}; it takes one object per line") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"files: {name}: not UTF-8: {error.reason}") from None
+        raise DataError(f"files: {name}: not UTF-8: {error.reason}; it takes text that is not compressed") from None
     except OSError as error:
         raise DataError(f"files: {name}: {error.strerror}") from None
