@@ -189,7 +189,7 @@ def _export(
     autocast = None if precision == "float32" else Autocast(model.device.type, PRECISIONS[precision])
     arguments = {name: model.zeros((micro_batch_size, *spec.shape), spec.dtype) for name, spec in inputs.items()}
     try:
-        with _quiet_torch():
+        with quiet_torch():
             exported = trace(module, lambda: _exported(module, arguments, autocast, traces))
     except CaptureError:
         raise
@@ -281,7 +281,7 @@ def _exported(
 
 
 @contextmanager
-def _quiet_torch() -> Iterator[None]:
+def quiet_torch() -> Iterator[None]:
     """Hide torch's prints and logs about code that it cannot trace: the CaptureError reports the cause."""
     names = ("torch.fx.experimental.symbolic_shapes", "torch.export._trace", "torch._subclasses.fake_tensor")
     loggers = [logging.getLogger(name) for name in names]

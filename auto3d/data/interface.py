@@ -34,6 +34,8 @@ class Reading:
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # [samples, *shape] each
     fingerprints: np.ndarray | None = None
     """A number of each sample, from all that a process can read of it; None if the inputs are not read but drawn."""
+    items: int | None = None
+    """Targets of the whole micro-batch, of all replicas, as the data counts them; None if it does not."""
 
 
 class MicroBatches(Protocol):

@@ -7,7 +7,7 @@ from math import isclose
 from auto3d.capture.graph import BATCH_STATISTICS, Graph
 from auto3d.capture.loss_terms import ACCEPTED, LossTerms
 from auto3d.errors import InputError
-from auto3d.runtime.settings import LOSS_MEANS, TrainingSettings
+from auto3d.runtime.settings import LOSS_MEANS, LOSSES_OF_TRANSFORMERS, TrainingSettings
 from auto3d.schedule.operation import Schedule
 
 
@@ -17,16 +17,27 @@ class BatchTargets:
 
     terms: LossTerms = field(default_factory=LossTerms)
     micro_batches: int = 1  # micro-batches, or parts of them, in one global batch
+    loss_mean: str = "targets"  # see TrainingSettings
     vary: bool = False  # the fraction of the places that is filled may not be 1, so updates must wait until it is known
+
+    @property
+    def counts_items(self) -> bool:
+        """Whether the loss is divided by the number of targets that the data says, instead of those of a term."""
+        return self.loss_mean == "items" and bool(self.terms.counted)
 
     def fraction(self, counts: Sequence[float], iteration: int, *, is_updated: bool) -> float:
         """The fraction of the places for targets that the global batch of ``iteration``, from 1, fills.
 
-        ``counts`` has the number of targets of each term; ``is_updated`` says whether the update did not wait for it.
-        Raises InputError if the terms of the loss would need different ones, so that no division of their sum is right,
-        or if the update is wrong because it did not wait.
+        ``counts`` has the number of targets of each term, and then that of items if they count. ``is_updated`` says
+        whether the update did not wait for it. Raises InputError if the terms of the loss would need different ones, so
+        that no division of their sum is right, or if the update is wrong because it did not wait.
         """
+        if self.loss_mean == "sum":
+            return 1.0
         counted = self.terms.counted
+        if self.counts_items:
+            *_, items = counts
+            counts = [items] * len(counted)
         each = {
             term.name: count / (term.places * self.micro_batches) for term, count in zip(counted, counts, strict=True)
         }
@@ -71,7 +82,7 @@ def check_loss(
     ``may_ignore`` says whether the data may have labels that the loss ignores, such as -100; ``fills`` whether it
     completes a global batch with samples of which all labels are ignored. A micro-batch is run in ``parts``.
     """
-    if settings.loss_mean not in LOSS_MEANS:
+    if settings.loss_mean not in (*LOSS_MEANS, *LOSSES_OF_TRANSFORMERS):
         raise InputError(f"loss_mean: found {settings.loss_mean!r}; it takes {' or '.join(LOSS_MEANS)}")
     if settings.first_loss_scale is not None and not settings.first_loss_scale > 0:
         raise InputError(f"loss_scale: found {settings.first_loss_scale:g}; it takes a number above 0")
@@ -84,15 +95,15 @@ def check_loss(
         return
     if fills:
         check_filled(terms, "the model's loss: last_batch=pad adds samples that must not count")
-    if settings.loss_mean == "micro-batches" and parts == 1:
+    if settings.weighs_micro_batches_alike and parts == 1:
         return
     if not targets_vary(terms, may_ignore=may_ignore):
         return
-    if settings.loss_mean == "micro-batches":
+    if settings.weighs_micro_batches_alike:
         raise InputError(
-            f"loss_mean: found micro-batches, and schedule {schedule.name} runs each micro-batch in {parts} parts, of "
-            "which none knows how many real targets the others have; use loss_mean=targets, or a schedule that runs "
-            "micro-batches whole"
+            f"loss_mean: found {settings.loss_mean}, and schedule {schedule.name} runs each micro-batch in {parts} "
+            "parts, of which none knows how many real targets the others have; use loss_mean=targets, or a schedule "
+            "that runs micro-batches whole"
         )
     weighted = next((term.name for term in terms.counted if term.has_class_weights), "")
     because = "the data may ignore labels" if may_ignore else f"{weighted} has class weights"
@@ -102,7 +113,7 @@ def check_loss(
             f"schedule: found {schedule.name}; {because}, which is known only when all micro-batches have run; use a "
             "synchronous schedule"
         )
-    if terms.counted and settings.adds_other_terms:
+    if terms.counted and settings.loss_mean == "items":
         if terms.used:
             raise InputError(
                 f"the model's loss: {', '.join(terms.used)} is added to it, and more of the model depends on it; take "

@@ -47,6 +47,9 @@ class EvaluationResult:
     losses: tuple[float, ...] = ()
     """The mean over each micro-batch, in the order of the samples. It is NaN for one without targets, and for one that
     has targets for different fractions of the places of several terms."""
+    targets: tuple[float, ...] = ()
+    """What each of ``losses`` is a mean of: targets of the first term that counts them, with their class weights, or
+    samples where none does."""
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # those asked for, as the stages have read them
 
 
@@ -189,8 +192,10 @@ class _Evaluation:
         found = read.of_all_ranks(samples, self._timeout_s)
         if self._loss is None:
             return EvaluationResult(loss=None, outputs=outputs, inputs=found)
-        loss, losses = self._loss.total(torch.cat([rows for rows, _ in batches]), samples)
-        return EvaluationResult(loss=loss, outputs=outputs, losses=losses, inputs=found)
+        rows = torch.cat([rows for rows, _ in batches])
+        loss, losses = self._loss.total(rows, samples)
+        targets = self._loss.targets(rows, samples)
+        return EvaluationResult(loss=loss, outputs=outputs, losses=losses, targets=targets, inputs=found)
 
     def _check_read(self, inputs: MicroBatchInputs, batches: int) -> None:
         """Raise InputError, on every rank, unless all stages have read the same samples."""

@@ -106,6 +106,13 @@ class EvaluationLoss:
         of_one = torch.where((fractions == fractions[:, :1]).all(1), losses / fractions[:, 0], torch.nan)
         return float(losses.mean() / means[0]), tuple(of_one.tolist())
 
+    def targets(self, rows: torch.Tensor, samples: int) -> tuple[float, ...]:
+        """How many targets of the first term, or else samples, each micro-batch has of the first ``samples``."""
+        at_once, terms = self._layout.samples, self._terms.counted
+        if not terms:
+            return tuple(float(min(at_once, samples - first)) for first in range(0, samples, at_once))
+        return tuple((rows[: -(-samples // at_once), 2] * terms[0].places).tolist())
+
 
 def _inputs_behind(node: object, model: ExportedModel) -> set[str]:
     """Names of the model's inputs from which ``node`` is computed."""

@@ -242,7 +242,8 @@ class Executor:
         return self._targets.fraction(total.counts, iteration, is_updated=not self._waits_for_sums)
 
     def _take_counts(self, iteration: int) -> list[torch.Tensor | float]:
-        """How many targets this rank has counted in an iteration of the program, for each counted term of the loss."""
+        """How many targets this rank has counted in an iteration of the program, for each counted term of the loss; and
+        then how many the data says, if these count."""
         if not self._targets.terms.counted:
             return []
         count = self._inputs.micro_batches
@@ -251,6 +252,8 @@ class Executor:
             for micro_batch in range(iteration * count, (iteration + 1) * count):
                 for number, targets in stage.counts.pop(micro_batch, {}).items():
                     counts[number] = counts[number] + targets.double()
+        if self._targets.counts_items:
+            counts.append(self._inputs.take_items(self._randomness.iteration + iteration))
         return counts
 
     def _take_loss(self, iteration: int) -> torch.Tensor | float:

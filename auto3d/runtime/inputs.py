@@ -1,5 +1,6 @@
 """The inputs of a rank's micro-batches, by their numbers in the program that runs."""
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 
 import torch
@@ -17,7 +18,8 @@ class MicroBatchInputs:
     In each iteration a rank runs ``micro_batches`` micro-batches of the global batch, from number
     ``first_micro_batch`` on. A program counts its micro-batches on through its iterations. If it runs each in
     ``slices`` of its sequence, it counts these, and so do both numbers; every slice takes the inputs of all. ``same``
-    compares what it reads with what other ranks read; None: nobody does.
+    compares what it reads with what other ranks read; None: nobody does. What ``counting_stage`` reads says how many
+    targets a micro-batch has: only one rank of a tensor-parallel group or of replicas counts them.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class MicroBatchInputs:
         slices: int = 1,
         device: torch.device,
         same: SameSamples | None = None,
+        counting_stage: int | None = None,
     ) -> None:
         self.micro_batches = micro_batches
         self._slices = slices
@@ -36,6 +39,8 @@ class MicroBatchInputs:
         self._first_micro_batch = first_micro_batch
         self._first_iteration = 0
         self._same = same
+        self._counting_stage = counting_stage
+        self._items: defaultdict[int, dict[int, int]] = defaultdict(dict)  # iteration -> micro-batch -> its targets
 
     def start(self, program: Program, inputs_of: Mapping[PipeStage, Collection[str]], first_iteration: int) -> None:
         """Begin ``program`` with iteration ``first_iteration``; ``inputs_of`` names the inputs of each stage."""
@@ -62,7 +67,13 @@ class MicroBatchInputs:
         reading = self._loader.read(iteration, number, stage.inputs)
         if self._same is not None:
             self._same.note(iteration, number, stage.index, reading.fingerprints)
+        if reading.items is not None and stage.index == self._counting_stage:
+            self._items[iteration][number] = reading.items
         return reading.inputs
+
+    def take_items(self, iteration: int) -> int:
+        """The number of targets that the data says of the micro-batches of ``iteration`` that this rank counts."""
+        return sum(self._items.pop(iteration, {}).values())
 
     def share(self, iteration: int) -> int:
         """What this rank adds to the sum by which all ranks compare what they have read in ``iteration``."""

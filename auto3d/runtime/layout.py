@@ -92,8 +92,10 @@ class RankLayout:
 
     @property
     def loss_weight(self) -> float:
-        """Factor of each micro-batch's loss: their sum over the ranks is then the mean over the batch of an update."""
-        return self.schedule.updates / (self.plan.dp * self.micro_batches * self.replicas)
+        """Factor of each micro-batch's loss: their sum over the ranks is then the mean over the batch of an update, or
+        the sum, if that is the loss."""
+        mean = self.schedule.updates / (self.plan.dp * self.micro_batches * self.replicas)
+        return mean * self.plan.dp * self.plan.micro_batches if self.settings.loss_mean == "sum" else mean
 
     @property
     def target_terms(self) -> tuple[TargetTerm, ...]:
@@ -102,15 +104,12 @@ class RankLayout:
 
     @property
     def trained_terms(self) -> tuple[TargetTerm | ScaledTerm, ...]:
-        """The terms of the loss that a training weights, and how: see TrainingSettings.loss_mean and its neighbour."""
-        counted = tuple(
-            replace(term, is_alike=self.settings.loss_mean == "micro-batches") for term in self.target_terms
-        )
-        if not counted or not self.settings.adds_other_terms:
+        """The terms of the loss that a training weights, and how: see TrainingSettings.loss_mean."""
+        counted = tuple(replace(term, is_alike=self.settings.weighs_micro_batches_alike) for term in self.target_terms)
+        if not counted or self.settings.loss_mean != "items":
             return counted
-        factor = self.plan.dp * self.plan.micro_batches
         others = (*self.terms.constant, *self.terms.other)
-        return (*counted, *(ScaledTerm(name=name, factor=factor) for name in others))
+        return (*counted, *(ScaledTerm(name=name, factor=self.plan.dp * self.plan.micro_batches) for name in others))
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:

@@ -242,6 +242,7 @@ def build_rank(
         targets=BatchTargets(
             terms=common.terms,
             micro_batches=plan.dp * layout.micro_batches,
+            loss_mean=settings.loss_mean,
             vary=targets_vary(common.terms, may_ignore=data.may_ignore_targets),
         ),
         loss_scale=loss_scale,
@@ -341,6 +342,7 @@ def _backend(
 
 def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> MicroBatchInputs:
     """The inputs from ``data`` of the rank's micro-batches."""
+    readers = Readers.of(layout, data)
     part = BatchSlice(
         seed=layout.plan.seed,
         global_batch=layout.plan.global_batch,
@@ -354,7 +356,8 @@ def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> M
         micro_batches=layout.micro_batches,
         slices=layout.schedule.slices,
         device=device,
-        same=SameSamples(Readers.of(layout, data)),
+        same=SameSamples(readers),
+        counting_stage=readers.stages[0] if readers.stages and not layout.replica else None,
     )
 
 

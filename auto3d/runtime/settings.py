@@ -23,6 +23,10 @@ FIRST_LOSS_SCALE = 65536.0
 LOSS_MEANS = ("targets", "micro-batches")
 """The loss of a global batch: the mean over its targets that are not ignored, or the mean of its micro-batches' losses,
 as a loop on one process takes it that divides each loss by their number."""
+LOSSES_OF_TRANSFORMERS = ("items", "sum")
+"""What transformers' Trainer takes where a model's forward takes ``num_items_in_batch``. "items": the sum over targets,
+divided by the number that the data says, and other terms added up over the micro-batches. "sum": the losses of the
+micro-batches added up, because the model does not divide by that number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +61,14 @@ class TrainingSettings:
     tf32: bool = False  # on GPUs: matrix products and convolutions round their float32 inputs to TF32
     compile: bool = False  # torch.compile the operators of each stage
     deterministic: bool = False  # allow only bitwise reproducible algorithms
-    loss_mean: str = "targets"  # one of LOSS_MEANS
-    adds_other_terms: bool = False
-    """Terms of the loss that are no means over targets are added up over the micro-batches instead of averaged, as in
-    transformers where the model divides by num_items_in_batch."""
+    loss_mean: str = "targets"  # one of LOSS_MEANS and LOSSES_OF_TRANSFORMERS
     loss_scale: float | None = None  # first factor of the loss in a backward, which adapts; None: only in float16
     emulation: Emulation | None = None  # emulated devices, whose operations only wait; None: real devices
+
+    @property
+    def weighs_micro_batches_alike(self) -> bool:
+        """Whether a micro-batch counts the same however many targets it has."""
+        return self.loss_mean in ("micro-batches", "sum")
 
     @property
     def first_loss_scale(self) -> float | None:

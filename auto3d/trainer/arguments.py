@@ -41,8 +41,8 @@ class TrainingArguments(transformers.TrainingArguments):
     loss_mean: str | None = field(
         default=None,
         metadata={
-            "help": "What a loss is the mean of: targets, or micro-batches. Default: as in transformers, targets where "
-            "the model's forward takes num_items_in_batch, else micro-batches.",
+            "help": "What a loss is the mean of: targets, or micro-batches. Default: what transformers takes, which "
+            "follows from whether the model's forward takes num_items_in_batch, and its loss divides by that.",
             "choices": LOSS_MEANS,
         },
     )

@@ -14,7 +14,7 @@ from auto3d.runtime.evaluation import evaluate, prepare_evaluation
 from auto3d.schedule import samples_at_once
 from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.pipeline import Pipeline
-from auto3d.trainer.predictions import in_batches, mean_loss, output_names
+from auto3d.trainer.predictions import check_uniform, in_batches, mean_loss, output_names
 from auto3d.trainer.rank_zero import of_rank_0
 from auto3d.trainer.samples import CollatedData
 
@@ -26,6 +26,7 @@ class Evaluated:
     predictions: Any  # an array [samples, …], a tuple of them, or None if none were asked for
     label_ids: Any  # likewise; None if the samples have no labels
     losses: Sequence[float] | None  # mean over the real targets of each ``at_once`` samples
+    targets: Sequence[float]  # how many these are
     labels: tuple[np.ndarray, ...]
     at_once: int
 
@@ -69,7 +70,14 @@ def check_evaluation(
             )
     at_once = samples_at_once(pipeline.training.rank.common.plan)
     if has_labels:
-        data.check_fill(-samples % at_once, pipeline.training.rank.common.terms)
+        terms = pipeline.training.rank.common.terms
+        data.check_fill(-samples % at_once, terms)
+        if terms.other and args.per_device_eval_batch_size != at_once:
+            raise InputError(
+                f"TrainingArguments.per_device_eval_batch_size: found {args.per_device_eval_batch_size}; "
+                f"{', '.join(terms.other)} of the loss may depend on which samples are in a batch, and {at_once} run "
+                f"at once, so it must be {at_once}"
+            )
     names = () if loss_only else output_names(pipeline.build, pipeline.inputs, ignored, device=args.device.type)
     prepare_evaluation(pipeline.training, outputs=names, loss=has_labels)
     return Evaluation(samples=samples, outputs=names, has_labels=has_labels, at_once=at_once)
@@ -108,6 +116,7 @@ def evaluated(
         predictions=_one_or_tuple([each.numpy() for each in predictions]),
         label_ids=_one_or_tuple(labels),
         losses=result.losses if has_labels else None,
+        targets=result.targets,
         labels=labels,
         at_once=at_once,
     )
@@ -126,8 +135,7 @@ def check_batches(evaluation: Evaluation, data: CollatedData, args: TrainingArgu
         data.collated(range(first, min(samples, first + at_once)), [first // at_once, 0])[name].numpy()
         for first in range(0, samples, at_once)
     ]
-    losses = [0.0] * len(parts)
-    mean_loss(losses, at_once, batch, [np.concatenate(parts)], shifted=shifted, finite=True)
+    check_uniform(np.concatenate(parts), at_once, batch, shifted=shifted)
 
 
 def metrics_of(
@@ -136,9 +144,13 @@ def metrics_of(
     *,
     compute: Callable[..., dict] | None,
     loss_type: str | None,
+    first_item: int | None,
     prefix: str,
 ) -> dict[str, Any]:
-    """What ``compute`` gives on rank 0, and the mean loss, each under its name after ``prefix``. All ranks call it."""
+    """What ``compute`` gives on rank 0, and the mean loss, each under its name after ``prefix``. All ranks call it.
+
+    ``first_item`` is that of CollatedData.
+    """
     metrics: dict[str, Any] = {}
     if compute is not None and result.predictions is not None and result.label_ids is not None:
         given = EvalPrediction(predictions=result.predictions, label_ids=result.label_ids)
@@ -148,10 +160,12 @@ def metrics_of(
     if result.losses is not None:
         metrics["loss"] = mean_loss(
             result.losses,
+            result.targets,
             result.at_once,
             args.per_device_eval_batch_size,
             result.labels,
             shifted=shifts_labels(loss_type),
+            first_item=first_item,
             finite=args.logging_nan_inf_filter,
         )
     return {name if name.startswith(prefix) else prefix + name: value for name, value in metrics.items()}

@@ -33,7 +33,7 @@ def build_of(model: nn.Module) -> Callable[[], nn.Module]:
         )
     on_meta = [parameter.is_meta for parameter in model.parameters()]
     if not any(on_meta):
-        return lambda: _like(model)
+        return lambda: _without_cache(_like(model))
     if not all(on_meta) or not isinstance(model, PreTrainedModel):
         problem = "only some of its parameters are" if not all(on_meta) else "it is no PreTrainedModel, and so it is"
         raise InputError(
@@ -47,7 +47,7 @@ def build_of(model: nn.Module) -> Callable[[], nn.Module]:
         made: nn.Module = kind._from_config(copy.deepcopy(config))
         for name, parameter in made.named_parameters():
             parameter.requires_grad_(trains[name])
-        return made
+        return _without_cache(made)
 
     return build
 
@@ -57,6 +57,18 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor] | None:
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
     return {name: tensor.detach() for name, tensor in [*buffers_of(model).items(), *model.named_parameters()]}
+
+
+def _without_cache(model: nn.Module) -> nn.Module:
+    """``model``, whose forward keeps no past keys and values; training never uses them, and they are no tensors.
+
+    transformers says so in the configuration of the whole model; a decoder in it may have its own.
+    """
+    for part in model.modules():
+        config = getattr(part, "config", None)
+        if config is not None and getattr(config, "use_cache", False) is True:
+            config.use_cache = False
+    return model
 
 
 def separate(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -58,12 +58,12 @@ class Pipeline:
         iterations: int,
         *,
         decayed: Collection[str],
-        counts_items: bool,
+        loss_mean: str,
         checkpoints: Checkpoints | None,
     ) -> Training:
         """Build a training of ``data`` from the model's weights.
 
-        ``decayed`` names parameters with weight decay; ``counts_items`` is explained in settings.py.
+        ``decayed`` names parameters with weight decay; ``loss_mean`` is that of TrainingSettings.
         """
         self.training = None
         gc.collect()  # the stages of an earlier training
@@ -72,7 +72,7 @@ class Pipeline:
             self._planned = plan_of(setup(), self._args, self.build, data.shapes)
         plan, captured = self._planned
         exempt = {name for name, _ in self._model.named_parameters()} - set(decayed)
-        self.settings = training_settings(self._args, iterations, exempt, counts_items=counts_items)
+        self.settings = training_settings(self._args, iterations, exempt, loss_mean)
         self.training = Training(
             captured, plan, self.settings, data, setup().world, state=self._weights, checkpoints=checkpoints
         )

@@ -1,6 +1,6 @@
 """Evaluation in the pipeline as transformers reports it: losses by batch, predictions, labels."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +12,7 @@ from auto3d.capture.empty import empty_model
 from auto3d.capture.export import InputSpec
 from auto3d.data.interface import IGNORED
 from auto3d.errors import InputError
+from auto3d.trainer.samples import items_of
 
 
 def output_names(
@@ -37,39 +38,47 @@ def output_names(
 
 
 def mean_loss(
-    losses: Sequence[float], at_once: int, batch: int, labels: Sequence[np.ndarray], *, shifted: bool, finite: bool
+    losses: Sequence[float],
+    targets: Sequence[float],
+    at_once: int,
+    batch: int,
+    labels: Sequence[np.ndarray],
+    *,
+    shifted: bool,
+    first_item: int | None,
+    finite: bool,
 ) -> float:
     """The loss that transformers reports: the mean over samples of the loss of each one's batch.
 
-    ``losses`` has the mean over the real targets of each ``at_once`` samples; those of a batch are put together by
-    their numbers of targets. Raises InputError where batches are no multiple of them and it would not be exact.
+    ``losses`` has the mean over the real ``targets`` of each ``at_once`` samples. The loss of a batch is their sum,
+    divided by the number of these targets or, with ``first_item``, by that which transformers counts in ``labels``.
+    Raises InputError where batches are no multiple of what runs at once and it would not be exact.
     """
-    targets = _targets(labels[0], shifted=shifted) if labels else np.ones(len(losses) * at_once)
-    samples = len(targets)
+    samples = len(labels[0]) if labels else len(losses) * at_once
     if batch % at_once:
-        if len(set(targets.tolist())) > 1:
-            raise InputError(
-                f"TrainingArguments.per_device_eval_batch_size: found {batch}; samples have different numbers of "
-                f"targets, and {at_once} samples run at once, so it must be a multiple of {at_once}"
-            )
+        if labels:
+            check_uniform(labels[0], at_once, batch, shifted=shifted)
         batch = at_once
     total, counted = 0.0, 0
     for first in range(0, samples, batch):
         end = min(samples, first + batch)
-        each = list(_means(losses, targets, first, end, at_once))
+        each = [(losses[start // at_once], targets[start // at_once]) for start in range(first, end, at_once)]
         weight = sum(count for _, count in each)
+        if first_item is not None:
+            weight = int(items_of({"labels": torch.from_numpy(labels[0][first:end])}, first_item))
         mean = sum(loss * count for loss, count in each if count) / weight if weight else float("nan")
         if np.isfinite(mean) or not finite:
             total, counted = total + mean * (end - first), counted + end - first
     return total / counted if counted else float("nan")
 
 
-def _means(
-    losses: Sequence[float], targets: np.ndarray, first: int, end: int, at_once: int
-) -> Iterator[tuple[float, int]]:
-    """(loss, number of targets) of each group of samples that ran at once, between ``first`` and ``end``."""
-    for start in range(first, end, at_once):
-        yield losses[start // at_once], int(targets[start : min(end, start + at_once)].sum())
+def check_uniform(labels: np.ndarray, at_once: int, batch: int, *, shifted: bool) -> None:
+    """Raise InputError if batches are no multiple of what runs at once and samples have unequally many targets."""
+    if batch % at_once and len(set(_targets(labels, shifted=shifted).tolist())) > 1:
+        raise InputError(
+            f"TrainingArguments.per_device_eval_batch_size: found {batch}; samples have different numbers of "
+            f"targets, and {at_once} samples run at once, so it must be a multiple of {at_once}"
+        )
 
 
 def _targets(labels: np.ndarray, *, shifted: bool) -> np.ndarray:

@@ -70,6 +70,8 @@ class CollatedData:
     seed: int = 0  # seed of collators and datasets that draw random numbers
     label_names: tuple[str, ...] = ("labels",)  # inputs whose entries are ignored where they are IGNORED
     shapes: Mapping[str, InputSpec] = field(default_factory=dict)  # inputs that every batch must have; empty: any
+    first_item: int | None = None
+    """The place of a sample's labels from which transformers counts them as items, 0 or 1; None: they do not count."""
     limits: Mapping[str, int] = field(default_factory=dict)  # whole numbers of an input are from 0 to below its limit
 
     def with_shapes(self) -> "CollatedData":
@@ -158,10 +160,12 @@ class CollatedBatches:
         check_shapes(batch, data.shapes, samples=len(samples) or 1)
         each = size // part.replicas
         first = part.replica * each
-        own = {name: self._filled(name, value, len(samples))[first : first + each] for name, value in batch.items()}
+        whole = {name: self._filled(name, value, len(samples)) for name, value in batch.items()}
+        own = {name: value[first : first + each] for name, value in whole.items()}
         return Reading(
             inputs={name: own[name] for name in names},
             fingerprints=fingerprints({name: _bytes(value) for name, value in own.items()}),
+            items=None if data.first_item is None else int(items_of(whole, data.first_item)),
         )
 
     def _filled(self, name: str, value: torch.Tensor, samples: int) -> torch.Tensor:
@@ -173,6 +177,12 @@ class CollatedBatches:
         if name in self._data.label_names:
             filler = torch.full_like(filler, IGNORED)
         return torch.cat([value[:samples], filler])
+
+
+def items_of(batch: Mapping[str, torch.Tensor], first: int) -> torch.Tensor:
+    """The number of targets in ``batch`` as transformers counts them, from place ``first`` of each sample's labels."""
+    labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][..., first:]
+    return (labels != IGNORED).sum()
 
 
 def _bytes(value: torch.Tensor) -> np.ndarray:

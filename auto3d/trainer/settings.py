@@ -26,18 +26,16 @@ def precision_of(args: TrainingArguments) -> str:
 
 
 def training_settings(
-    args: TrainingArguments, iterations: int, exempt: Collection[str], *, counts_items: bool
+    args: TrainingArguments, iterations: int, exempt: Collection[str], loss_mean: str
 ) -> TrainingSettings:
     """The settings of a training of ``iterations`` steps; supported.py has refused what they cannot express.
 
-    ``exempt`` names the parameters without weight decay; ``counts_items`` says that transformers would give the model
-    the number of all targets of the global batch, by which it divides, and add up what it does not divide.
+    ``exempt`` names the parameters without weight decay.
     """
     schedule = SchedulerType(args.lr_scheduler_type)
     optimizer = _OPTIMIZERS[OptimizerNames(args.optim)]
     # transformers has no warm-up under the schedule "constant", whatever warmup_steps says.
     warm_up = 0 if schedule is SchedulerType.CONSTANT else args.get_warmup_steps(iterations)
-    loss_mean = args.loss_mean or ("targets" if counts_items else "micro-batches")
     epsilon = optimizer == "adamw" and args.adam_epsilon != ADAM_EPSILON
     return TrainingSettings(
         iterations=iterations,
@@ -62,6 +60,5 @@ def training_settings(
         compile=bool(args.torch_compile),
         deterministic=args.full_determinism,
         loss_mean=loss_mean,
-        adds_other_terms=counts_items and loss_mean == "targets",
         loss_scale=FIRST_LOSS_SCALE if args.fp16 else None,
     )

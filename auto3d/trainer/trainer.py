@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from auto3d.trainer.checks import check_samples, limits_of
 from auto3d.trainer.evaluation import Evaluation, check_batches, check_evaluation, evaluated, metrics_of, shifts_labels
 from auto3d.trainer.folders import check_complete, last_complete, load_weights, write_state
 from auto3d.trainer.instance import separate
+from auto3d.trainer.loss_mean import loss_mean_of
 from auto3d.trainer.padding import padding_of
 from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.rank_zero import of_rank_0
@@ -90,6 +92,7 @@ class Trainer(transformers.Trainer):
             )
         self._pipeline = Pipeline(model, args)
         self._between_steps = False
+        self._first_item: int | None = None  # see CollatedData
         self._iterations: Iterator[tuple[int, IterationResult]] = iter(())
         super().__init__(
             model=model,
@@ -340,11 +343,18 @@ class Trainer(transformers.Trainer):
     def _start(self, data: CollatedData, iterations: int, checkpoints: Checkpoints | None) -> Training:
         """This rank of a pipeline with the weights of the model."""
         self._iterations = iter(())
+        loss_mean = self.args.loss_mean or loss_mean_of(
+            self._pipeline.build,
+            data.shapes,
+            takes_items=self.model_accepts_loss_kwargs,
+            device=self.args.device.type,
+        )
+        self._first_item = int(self._loss_shifts_labels) if loss_mean == "items" else None
         return self._pipeline.start(
-            data,
+            replace(data, first_item=self._first_item),
             iterations,
             decayed=self.get_decay_parameter_names(self.model),
-            counts_items=self.model_accepts_loss_kwargs,
+            loss_mean=loss_mean,
             checkpoints=checkpoints,
         )
 
@@ -372,6 +382,7 @@ class Trainer(transformers.Trainer):
             args,
             compute=self.compute_metrics,
             loss_type=getattr(self.model, "loss_type", None),
+            first_item=self._first_item,
             prefix=f"{metric_key_prefix}_",
         )
         return EvalLoopOutput(

@@ -172,7 +172,7 @@ def test_any_loss_is_the_mean_of_micro_batches_that_are_run_whole(name):
 
 
 def test_another_term_is_added_up_unless_more_depends_on_it():
-    settings = TrainingSettings(iterations=1, adds_other_terms=True)
+    settings = TrainingSettings(iterations=1, loss_mean="items")
     found = terms_of(lambda m, x, y: cross_entropy(m, x, y) + 0.1 * x.square().mean())
     assert found.used == ()
     check_loss(found, ONE_BY_ONE, settings, may_ignore=True)

@@ -12,18 +12,24 @@ from torch.nn.utils import prune
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BertForTokenClassification,
     DataCollatorForLanguageModeling,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
     TrainerCallback,
     set_seed,
 )
 
 from auto3d import Trainer, TrainingArguments, init
 
+UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -80,7 +86,7 @@ def trainer(
 def masked(**arguments):
     """A masked LM on samples of unequal length."""
     set_seed(0)
-    model = BertForMaskedLM(BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    model = BertForMaskedLM(BertConfig(**SIZES, **UNDROPPED))
     collator = DataCollatorForLanguageModeling(tokenizer(), mlm=True, mlm_probability=0.3)
     data = [{"input_ids": row} for row in rows(ragged=True)]
     return trainer(model, data, collator=collator, **arguments)
@@ -154,6 +160,10 @@ FAULTS = {  # code that makes the trainer, and words of its error
         lambda: trainer(torch.nn.DataParallel(llama())),
         "model: it is a DataParallel, and a pipeline divides the work; give its .module",
     ),
+    "batches of evaluation on which the loss depends": (
+        lambda: trainer(mixture(), eval_dataset=with_labels(rows(8)), per_device_eval_batch_size=4, **AT_THE_END),
+        "per_device_eval_batch_size: found 4; ",
+    ),
     "another model": (Resuming, "it belongs to another model"),
     "label smoothing": (
         lambda: trainer(label_smoothing_factor=0.1),
@@ -191,6 +201,16 @@ class Tagger(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(self.head(self.embed(input_ids)).transpose(1, 2), labels)}
 
 
+def gpt2():
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+
+
+def t5():
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
+
+
 def mixture():
     """Experts whose balance is a second term of the loss."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
@@ -226,6 +246,9 @@ MODELS = {  # losses that are means of several things over micro-batches that di
     "no count": lambda: (Tagger(), ignoring(rows(12))),
     "a count": lambda: (llama(), ignoring(rows(12))),
     "experts": lambda: (mixture(), with_labels(rows())),
+    "a count of all labels": lambda: (gpt2(), ignoring(rows(12))),
+    "a sum": lambda: (BertForTokenClassification(BertConfig(**SIZES, **UNDROPPED, num_labels=64)), ignoring(rows(14))),
+    "past keys of a decoder": lambda: (t5(), with_labels(rows())),
     "an old weight norm": lambda: (Bare("weight norm"), classes()),
     "pruned": lambda: (Bare("pruned"), classes()),
     "a lock": lambda: (Bare("lock"), classes()),
@@ -238,7 +261,9 @@ def trainers(make=None):
     for name, made in MODELS.items():
         set_seed(0)
         model, data = made()
-        yield name, (make or trainer)(model, data, max_steps=5)
+        evaluated = 2 if name in ("a teacher", "experts") else 4  # their losses depend on who is in a batch
+        options = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": evaluated}
+        yield name, (make or trainer)(model, data, max_steps=5, eval_dataset=data[:8], **options)
 
 
 class Normalised(torch.nn.Module):
@@ -275,7 +300,7 @@ def loss_of_predictions(result):
 def evaluated_under_masks(draws):
     """Metrics of an evaluation whose collator draws."""
     set_seed(0)
-    model = BertForMaskedLM(BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    model = BertForMaskedLM(BertConfig(**SIZES, **UNDROPPED))
     data = [{"input_ids": row} for row in rows()]
     options = {"max_steps": 1, "per_device_eval_batch_size": 4, "remove_unused_columns": False}
     made = trainer(model, data, collator=Masks(draws), eval_dataset=data[:8], metrics=loss_of_predictions, **options)

@@ -66,7 +66,11 @@ def losses_of_models(world, folder, port, make=None):
     os.chdir(folder)
     if make is None:
         init(pp=world.size)
-    return {name: losses(trainer) for name, trainer in small.trainers(make)}
+    return {name: [losses(trainer), evaluations(trainer)] for name, trainer in small.trainers(make)}
+
+
+def evaluations(trainer):
+    return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
 
 
 def of_transformers(*arguments, **options):
@@ -77,7 +81,8 @@ def test_losses_are_those_of_one_transformers_process(processes, tmp_path):
     (one,) = processes.run(1, losses_of_models, tmp_path, None, of_transformers)
     for two in processes.run(2, losses_of_models, tmp_path, free_port()):
         for name, expected in one.items():
-            assert two[name] == pytest.approx(expected, rel=1e-5), name
+            for found, wanted in zip(two[name], expected, strict=True):
+                assert found == pytest.approx(wanted, rel=1e-5), name
 
 
 def followed(world, folder, port):

@@ -1,0 +1,62 @@
+"""Which loss of a global batch transformers' Trainer takes of a model."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from auto3d.capture.empty import empty_model
+from auto3d.capture.export import InputSpec, quiet_torch
+
+ITEMS = "num_items_in_batch"
+
+
+def loss_mean_of(
+    build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], *, takes_items: bool, device: str
+) -> str:
+    """The ``loss_mean`` of TrainingSettings that transformers has for the model that ``build`` makes.
+
+    ``takes_items`` says that its forward takes ``num_items_in_batch``: transformers then leaves it to the model to
+    divide by that number, and adds up what the micro-batches give, whether the model does or not.
+    """
+    if not takes_items or "labels" not in inputs:
+        return "micro-batches"
+    model = empty_model(build, device)
+    model.module.train()
+    arguments = {name: model.zeros((2, *spec.shape), spec.dtype) for name, spec in inputs.items()}
+    with torch.no_grad(), model.mode:
+        items = torch.ones((), dtype=torch.int64, device=device)
+        uses = _Uses(items)
+        try:
+            with uses, quiet_torch():
+                model.module(**arguments, **{ITEMS: items})
+        except Exception:  # of any kind: code that needs values, such as a choice of experts, has none here
+            return "items" if _may_divide(model.module) else "sum"
+    return "items" if uses.found else "sum"
+
+
+def _may_divide(model: nn.Module) -> bool:
+    """Whether a forward in ``model`` names the number of items, or a loss function of transformers, which divides."""
+    forwards = {type(part).forward for part in model.modules()}
+    texts = []
+    for forward in filter(inspect.isfunction, forwards):
+        with suppress(OSError):  # no file has the code
+            texts.append(inspect.getsource(forward))
+    return any(ITEMS in text or "self.loss_function(" in text for text in texts)
+
+
+class _Uses(TorchFunctionMode):
+    """Finds out whether an operation takes ``tensor``."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.found = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= any(each is self._tensor for each in tree_leaves((args, kwargs or {})))
+        return function(*args, **(kwargs or {}))
