@@ -8,6 +8,7 @@ from threading import Lock
 import numpy as np
 import torch
 from datasets import Dataset
+from peft import PrefixTuningConfig, get_peft_model
 from torch.nn.utils import prune
 from transformers import (
     BertConfig,
@@ -211,6 +212,10 @@ def t5():
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
 
 
+def prefixed():
+    return get_peft_model(llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+
 def mixture():
     """Experts whose balance is a second term of the loss."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
@@ -248,6 +253,7 @@ MODELS = {  # losses that are means of several things over micro-batches that di
     "experts": lambda: (mixture(), with_labels(rows())),
     "a count of all labels": lambda: (gpt2(), ignoring(rows(12))),
     "a sum": lambda: (BertForTokenClassification(BertConfig(**SIZES, **UNDROPPED, num_labels=64)), ignoring(rows(14))),
+    "a prefix of keys": lambda: (prefixed(), with_labels(rows())),
     "past keys of a decoder": lambda: (t5(), with_labels(rows())),
     "an old weight norm": lambda: (Bare("weight norm"), classes()),
     "pruned": lambda: (Bare("pruned"), classes()),
