@@ -1,11 +1,12 @@
 """Padding of samples to one length, because a captured model has fixed shapes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from auto3d.data.interface import IGNORED
 from auto3d.errors import InputError
@@ -15,24 +16,25 @@ from auto3d.errors import InputError
 class Padding:
     """Pads each sample to ``length`` tokens.
 
-    Padded are the inputs that are as long as the one called ``main``, by their entry in ``values``.
+    Padded are the inputs that are as long as the one called ``main``, by their entry in ``values``, and those in
+    ``decoder``, which may have another length.
     """
 
     length: int
     values: Mapping[str, int]
+    decoder: Mapping[str, int] = field(default_factory=dict)
+    """Inputs of a decoder. They are padded behind their tokens, where those attend to nothing."""
     main: str = "input_ids"
     left: bool = False  # whether the tokenizer pads on the left
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         present = batch[self.main].shape[1]
-        if present > self.length:
-            raise InputError(
-                f"train_dataset: a sample has {present} tokens, and TrainingArguments.sequence_length is "
-                f"{self.length}; truncate the samples, or give a larger length"
-            )
-        missing = self.length - present
+        missing = self._missing(present)
         padded = dict(batch)
         for name, value in batch.items():
+            if name in self.decoder:
+                padded[name] = pad(value, (0, self._missing(value.shape[1])), value=self.decoder[name])
+                continue
             if missing == 0 or value.dim() < 2 or value.shape[1] != present:
                 continue
             if name not in self.values:
@@ -49,6 +51,14 @@ class Padding:
             )
         return padded
 
+    def _missing(self, present: int) -> int:
+        if present > self.length:
+            raise InputError(
+                f"train_dataset: a sample has {present} tokens, and TrainingArguments.sequence_length is "
+                f"{self.length}; truncate the samples, or give a larger length"
+            )
+        return self.length - present
+
 
 def padding_of(length: int | None, model: nn.Module, tokenizer: Any) -> Padding | None:
     """The padding to ``length`` tokens, with the values and on the side of ``tokenizer``; None without a length."""
@@ -57,15 +67,18 @@ def padding_of(length: int | None, model: nn.Module, tokenizer: Any) -> Padding 
     config = getattr(model, "config", None)
     token = getattr(tokenizer, "pad_token_id", None)
     token = getattr(config, "pad_token_id", None) if token is None else token
+    token = 0 if token is None else token  # any token serves: attention_mask hides it
+    decoder = {"labels": IGNORED, "decoder_input_ids": token, "decoder_attention_mask": 0}
     return Padding(
         length=length,
         values={
-            "input_ids": 0 if token is None else token,  # any token serves: attention_mask hides it
+            "input_ids": token,
             "attention_mask": 0,
             "token_type_ids": getattr(tokenizer, "pad_token_type_id", 0),
             "special_tokens_mask": 1,
             "labels": IGNORED,
         },
+        decoder=decoder if getattr(config, "is_encoder_decoder", False) else {},
         main=getattr(model, "main_input_name", "input_ids"),
         left=getattr(tokenizer, "padding_side", "right") == "left",
     )
