@@ -19,6 +19,7 @@ from auto3d.runtime.joined import joined_world
 from auto3d.runtime.world import World, leave_or_end
 from auto3d.schedule import SCHEDULES, parse_schedule
 from auto3d.search.space import Candidate, SearchSpace
+from auto3d.trainer.together import ENDED, TOGETHER
 
 AUTO = "auto"
 OTHERS_S = 1.0  # time in which a launcher ends the other ranks after one has failed
@@ -168,4 +169,5 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 def _leave() -> None:
     """At the end of the process: leave the other ranks, unless this one failed and they may wait for it."""
     if not _failed:
+        TOGETHER.mark(ENDED)
         leave_or_end()

@@ -34,6 +34,7 @@ from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.rank_zero import of_rank_0
 from auto3d.trainer.samples import CollatedData, InOrder, TrainOrder
 from auto3d.trainer.supported import check_arguments, check_callbacks, check_overrides, check_trainer
+from auto3d.trainer.together import TOGETHER
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
@@ -129,6 +130,7 @@ class Trainer(transformers.Trainer):
         if self.train_dataset is None:
             raise InputError("Trainer.train: there is no train_dataset; give Trainer(train_dataset=)")
         check_callbacks(self.callback_handler.callbacks)
+        TOGETHER.call("Trainer.train", self.args.ddp_timeout)
         self.is_in_train = True
         with naming_this_rank():
             self._find_callbacks_of_ranks()
@@ -156,6 +158,7 @@ class Trainer(transformers.Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights, the config and the tokenizer for ``from_pretrained``. All ranks must call it."""
+        TOGETHER.call("Trainer.save_model", self.args.ddp_timeout)
         folder = output_dir or self.args.output_dir
         if self._pipeline.on_meta:
             self._save(folder, state_dict=self._pipeline.state_dict())
@@ -258,6 +261,7 @@ class Trainer(transformers.Trainer):
 
         def log_evaluate_save() -> None:
             norm = None if result is None else result.grad_norm
+            TOGETHER.mark(f"goes on after step {self.state.global_step}")
             self._agree()
             # ``log`` and ``_evaluate`` agree once more, because their callbacks may ask for the next.
             self._between_steps = True
@@ -269,6 +273,7 @@ class Trainer(transformers.Trainer):
 
         for step in range(self.state.global_step - epoch * num_update_steps_per_epoch, num_update_steps_per_epoch):
             self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
+            TOGETHER.mark(f"goes on with step {self.state.global_step + 1}")
             _, result = next(self._iterations)
             self._add_loss(result.loss)
             self.current_flos += self._flos_of_sample * len(self._order.of(self.state.global_step))
@@ -367,6 +372,7 @@ class Trainer(transformers.Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Evaluate the whole dataset of ``dataloader`` in the pipeline; all ranks must call it."""
+        TOGETHER.call("Trainer.evaluate" if metric_key_prefix == "eval" else "Trainer.predict", self.args.ddp_timeout)
         args, samples = self.args, len(dataloader.dataset)
         data = self._evaluation_data(dataloader)
         if self._pipeline.training is None:

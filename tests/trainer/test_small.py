@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from transformers import AutoModelForCausalLM
 
 from auto3d import init
 from auto3d.errors import InputError
+from auto3d.trainer.together import ENDED, TOGETHER
 from tests.trainer import small
 from tests.trainer.scripts import EXAMPLES, as_rank, free_port
 
@@ -126,6 +128,34 @@ def test_metrics_get_the_labels_of_the_masks_that_the_model_has_seen(processes, 
         for metrics in found:  # each sample has as many targets, so the means of batches are the mean of all
             assert metrics["eval_of_predictions"] == pytest.approx(metrics["eval_loss"], rel=1e-5)
         assert error.startswith("iteration 1: ranks 0 and 1 have read different data for sample 0 of the global batch")
+
+
+def call_alone(world, folder, port):
+    """The errors of a call that rank 0 makes, where rank 1 goes on, ends, or calls something else."""
+    as_rank(world, port)
+    os.chdir(folder)
+    init(pp=world.size)
+    trainer = small.trainer(eval_dataset=small.with_labels(small.rows(8)))
+    trainer.train()
+    errors = []
+    for other in ("goes on with step 9", ENDED):
+        if world.rank:
+            TOGETHER.mark(other)
+        else:
+            with pytest.raises(InputError) as caught:
+                trainer.save_model("saved")
+            errors.append(str(caught.value))
+        dist.barrier()
+    with pytest.raises(InputError) as caught:
+        trainer.evaluate() if world.rank else trainer.save_model("saved")
+    return [*errors, str(caught.value)]
+
+
+def test_a_call_of_one_rank_alone_is_refused_at_once(processes, tmp_path):
+    zero, one = processes.run(2, call_alone, tmp_path, free_port())
+    for found, does in zip(zero, ("goes on with step 9", ENDED, "calls Trainer.evaluate"), strict=True):
+        assert found.startswith(f"Trainer.save_model: rank 0 calls it, and rank 1 {does}; all ranks must call it")
+    assert one[0].startswith("Trainer.evaluate: rank 1 calls it, and rank 0 calls Trainer.save_model; all ranks must")
 
 
 def lines_of_faults(world, folder, port):
