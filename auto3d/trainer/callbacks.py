@@ -9,10 +9,10 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from transformers.trainer_callback import CallbackHandler
 
 from auto3d.errors import InputError
+from auto3d.trainer.instance import traits_of
 from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.supported import own_events
 
@@ -69,12 +69,10 @@ class PipelineCallbacks(CallbackHandler):
         self.__dict__ |= vars(handler)
         self._pipeline = pipeline
         self.with_weights: set[str] = set()  # the same on every rank
-        self._gathered_at: int | None = None  # step whose weights the model has
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **named: Any) -> Any:
-        if event in self.with_weights and self._gathered_at != state.global_step:
+        if event in self.with_weights:
             self._pipeline.gather()
-            self._gathered_at = state.global_step
         users = [one for one in self.callbacks if is_users(one) and event in own_events(type(one))]
         if not users or event in _AFTER:
             return super().call_event(event, args, state, control, **named)
@@ -94,15 +92,8 @@ class PipelineCallbacks(CallbackHandler):
         for name, value in vars(args).items():
             yield f"args.{name}", value
         model: nn.Module = self.model
-        config = getattr(model, "config", None)
-        for name, value in vars(config).items() if config is not None else ():
-            if isinstance(value, int | float):  # save_pretrained itself writes others
-                yield f"model.config.{name}", value
+        yield from traits_of(model)
         for name, parameter in model.named_parameters():
-            yield f"requires_grad of {name}", parameter.requires_grad
             yield f"the values of {name}", parameter._version - self._pipeline.gathered
-        for name, module in model.named_modules():
-            if isinstance(module, _DropoutNd):
-                yield f"the rate of {name}", module.p
         for number, group in enumerate(self.optimizer.param_groups if self.optimizer is not None else ()):
             yield f"the learning rate of optimizer.param_groups[{number}]", group["lr"]

@@ -1,11 +1,12 @@
 """A user's module as the ``build`` function and the initial state that a capture and its ranks need."""
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from auto3d.capture.empty import buffers_of
@@ -50,6 +51,21 @@ def build_of(model: nn.Module) -> Callable[[], nn.Module]:
         return _without_cache(made)
 
     return build
+
+
+def traits_of(model: nn.Module) -> Iterator[tuple[str, object]]:
+    """(name, value) of all but the values of ``model`` that a script may change, and that a pipeline has taken from it:
+    its parameters and which of them are trained, rates of dropout, numbers of its configuration."""
+    config = getattr(model, "config", None)
+    for name, value in vars(config).items() if config is not None else ():
+        if isinstance(value, int | float):  # save_pretrained itself writes others
+            yield f"model.config.{name}", value
+    for name, parameter in model.named_parameters():
+        yield f"requires_grad of {name}", parameter.requires_grad
+        yield f"the memory of {name}", (id(parameter), parameter.data_ptr())
+    for name, module in model.named_modules():
+        if isinstance(module, _DropoutNd):
+            yield f"the rate of {name}", module.p
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor] | None:

@@ -14,8 +14,8 @@ from auto3d.runtime.checkpoint import Checkpoints
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import Training
 from auto3d.trainer.arguments import TrainingArguments
-from auto3d.trainer.gather import gather
-from auto3d.trainer.instance import build_of, state_of
+from auto3d.trainer.gather import gather, keep_optimizer_state, optimizer_state, scatter
+from auto3d.trainer.instance import build_of, state_of, traits_of
 from auto3d.trainer.planned import batch_of, plan_of
 from auto3d.trainer.samples import CollatedData
 from auto3d.trainer.settings import training_settings
@@ -40,6 +40,8 @@ class Pipeline:
         self.batch = batch_of(setup(), args)
         self.training = None
         self.gathered = 0
+        self._is_gathered = True  # whether the model has the pipeline's weights, or what the script made of them
+        self._traits: dict[str, object] = {}  # those of the model in ``_planned``
         self._planned: tuple[Plan, CapturedModel] | None = None
 
     @property
@@ -65,10 +67,14 @@ class Pipeline:
 
         ``decayed`` names parameters with weight decay; ``loss_mean`` is that of TrainingSettings.
         """
+        goes_on = self.training is not None and checkpoints is None
+        earlier = optimizer_state(self.training.rank) if self.training is not None else {}
         self.training = None
         gc.collect()  # the stages of an earlier training
         self.inputs = data.shapes
-        if self._planned is None:
+        self._weights, self._is_gathered = state_of(self._model), checkpoints is None
+        if self._planned is None or self.is_outdated:
+            self._traits = dict(traits_of(self._model))
             self._planned = plan_of(setup(), self._args, self.build, data.shapes)
         plan, captured = self._planned
         exempt = {name for name, _ in self._model.named_parameters()} - set(decayed)
@@ -76,13 +82,33 @@ class Pipeline:
         self.training = Training(
             captured, plan, self.settings, data, setup().world, state=self._weights, checkpoints=checkpoints
         )
+        if goes_on:
+            keep_optimizer_state(self.training.rank, earlier, timeout_s=self._args.ddp_timeout)
         return self.training
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the model has other traits than when the pipeline was planned, so that it must start again."""
+        return self._traits != dict(traits_of(self._model))
+
+    def trained(self) -> None:
+        """Note that the pipeline has newer weights than the model."""
+        self._is_gathered = False
 
     def gather(self) -> None:
         """Copy the pipeline's weights into the model, on every rank, if the model has values."""
-        if self.training is not None and self._weights is not None:
+        if self.training is not None and self._weights is not None and not self._is_gathered:
             gather(self.training.rank, self._weights, timeout_s=self._args.ddp_timeout)
             self.gathered += 1
+            self._is_gathered = True
+
+    def scatter(self) -> None:
+        """Copy the model's weights into the pipeline, which had the same: the script may have changed them since.
+
+        Raises InputError unless all ranks have changed them alike.
+        """
+        if self.training is not None and self._weights is not None and self._is_gathered:
+            scatter(self.training.rank, self._weights, timeout_s=self._args.ddp_timeout)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The state dict of a model on the meta device, on every rank."""

@@ -275,6 +275,7 @@ class Trainer(transformers.Trainer):
             self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
             TOGETHER.mark(f"goes on with step {self.state.global_step + 1}")
             _, result = next(self._iterations)
+            self._pipeline.trained()
             self._add_loss(result.loss)
             self.current_flos += self._flos_of_sample * len(self._order.of(self.state.global_step))
             learning_rate = result.learning_rate
@@ -312,6 +313,7 @@ class Trainer(transformers.Trainer):
         assert self._pipeline.training is not None
         assert self.state.best_model_checkpoint is not None
         load_weights(Path(self.state.best_model_checkpoint), self._pipeline.training)
+        self._pipeline.trained()
         self._pipeline.gather()
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -375,8 +377,10 @@ class Trainer(transformers.Trainer):
         TOGETHER.call("Trainer.evaluate" if metric_key_prefix == "eval" else "Trainer.predict", self.args.ddp_timeout)
         args, samples = self.args, len(dataloader.dataset)
         data = self._evaluation_data(dataloader)
-        if self._pipeline.training is None:
+        if self._pipeline.training is None or (not self.is_in_train and self._pipeline.is_outdated):
             self._start(data, 1, None)
+        elif not self.is_in_train:
+            self._pipeline.scatter()
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         evaluation = self._evaluation_of(data, loss_only=loss_only, ignored=ignore_keys)
         result = evaluated(self._pipeline, data, args, evaluation, preprocess=self.preprocess_logits_for_metrics)

@@ -303,6 +303,12 @@ def loss_of_predictions(result):
     return {"of_predictions": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()}
 
 
+def loss_of(model):
+    tokens = torch.tensor(rows(8))
+    with torch.no_grad():
+        return model.eval()(input_ids=tokens, labels=tokens).loss.item()
+
+
 def evaluated_under_masks(draws):
     """Metrics of an evaluation whose collator draws."""
     set_seed(0)

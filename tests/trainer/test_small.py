@@ -130,6 +130,66 @@ def test_metrics_get_the_labels_of_the_masks_that_the_model_has_seen(processes, 
         assert error.startswith("iteration 1: ranks 0 and 1 have read different data for sample 0 of the global batch")
 
 
+def changed(world, folder, port, make=None):
+    """Losses where the script changes the model between the calls of the Trainer."""
+    as_rank(world, port)
+    os.chdir(folder)
+    if make is None:
+        init(pp=world.size)
+    samples = small.with_labels(small.rows(8))
+    trainer = (make or small.trainer)(small.llama(), eval_dataset=samples)
+    model, found = trainer.model, []
+
+    def evaluate():
+        found.append(trainer.evaluate()["eval_loss"])
+
+    trainer.train()
+    pipeline = trainer._pipeline.training if make is None else None
+    evaluate()
+    assert make is not None or trainer._pipeline.training is pipeline, "nothing has changed, so it goes on"
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    evaluate()
+    trainer.save_model("saved")
+    found.append(small.loss_of(type(model).from_pretrained("saved")))
+    trainer.train()
+    evaluate()
+    model.model.requires_grad_(False)
+    trainer.train()
+    evaluate()
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, 64, bias=False)
+    torch.nn.init.eye_(model.lm_head.weight)
+    evaluate()
+    model.lm_head.weight.data = torch.zeros_like(model.lm_head.weight)
+    evaluate()
+    return found
+
+
+def test_what_a_script_changes_between_calls_is_as_in_one_transformers_process(processes, tmp_path):
+    (one,) = processes.run(1, changed, tmp_path, None, of_transformers)
+    for two in processes.run(2, changed, tmp_path, free_port()):
+        assert two == pytest.approx(one, rel=1e-5)
+
+
+def changed_on_one_rank(world, folder, port):
+    as_rank(world, port)
+    os.chdir(folder)
+    init(pp=world.size)
+    trainer = small.trainer(eval_dataset=small.with_labels(small.rows(8)))
+    trainer.train()
+    if not world.rank:
+        torch.nn.init.zeros_(trainer.model.lm_head.weight)
+    with pytest.raises(InputError) as caught:
+        trainer.evaluate()
+    return str(caught.value)
+
+
+def test_a_change_on_one_rank_alone_is_refused(processes, tmp_path):
+    for error in processes.run(2, changed_on_one_rank, tmp_path, free_port()):
+        assert "other values of lm_head.weight since the training" in error
+
+
 def call_alone(world, folder, port):
     """The errors of a call that rank 0 makes, where rank 1 goes on, ends, or calls something else."""
     as_rank(world, port)
