@@ -67,6 +67,7 @@ class Pipeline:
 
         ``decayed`` names parameters with weight decay; ``loss_mean`` is that of TrainingSettings.
         """
+        self.gather()  # an earlier training may have been interrupted
         goes_on = self.training is not None and checkpoints is None
         earlier = optimizer_state(self.training.rank) if self.training is not None else {}
         self.training = None
@@ -74,7 +75,7 @@ class Pipeline:
         self.inputs = data.shapes
         self._weights, self._is_gathered = state_of(self._model), checkpoints is None
         if self._planned is None or self.is_outdated:
-            self._traits = dict(traits_of(self._model))
+            self.build, self._traits = build_of(self._model), dict(traits_of(self._model))
             self._planned = plan_of(setup(), self._args, self.build, data.shapes)
         plan, captured = self._planned
         exempt = {name for name, _ in self._model.named_parameters()} - set(decayed)

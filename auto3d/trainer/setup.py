@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import sleep
@@ -169,5 +170,6 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 def _leave() -> None:
     """At the end of the process: leave the other ranks, unless this one failed and they may wait for it."""
     if not _failed:
-        TOGETHER.mark(ENDED)
+        with suppress(RuntimeError):  # the rank that has the store of all may be gone
+            TOGETHER.mark(ENDED)
         leave_or_end()

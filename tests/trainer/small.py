@@ -358,6 +358,18 @@ class Follows(TrainerCallback):
             self.losses.append((metrics["eval_loss"], saved(input_ids=tokens, labels=tokens).loss.item()))
 
 
+class Interrupts(TrainerCallback):
+    """Interrupts the training once, after its second step."""
+
+    def __init__(self):
+        self.has = False
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 2 and not self.has:
+            self.has = True
+            raise KeyboardInterrupt
+
+
 class Changes(TrainerCallback):
     """Changes something at the beginning of a step."""
 

@@ -163,6 +163,12 @@ def changed(world, folder, port, make=None):
     evaluate()
     model.lm_head.weight.data = torch.zeros_like(model.lm_head.weight)
     evaluate()
+    trainer = (make or small.trainer)(small.llama(), eval_dataset=samples, callbacks=[small.Interrupts()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    evaluate()
+    trainer.train()
+    evaluate()
     return found
 
 
