@@ -6,6 +6,7 @@ A folder is complete if the state of its step and its trainer_state.json are the
 import json
 from pathlib import Path
 
+import torch.distributed as dist
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -16,19 +17,22 @@ from auto3d.runtime.checkpoint_write import CheckpointWriter
 from auto3d.runtime.settings import OptimizerSettings
 from auto3d.runtime.training import Training
 from auto3d.trainer.gather import PREFIX
+from auto3d.trainer.rank_zero import of_rank_0
 
 TRAINER_STATE = "trainer_state.json"
 
 
 def write_state(folder: Path, training: Training, optimizer: OptimizerSettings, timeout_s: float) -> None:
-    """Write the state of all ranks into ``folder``, completely. All ranks must call it."""
+    """Write the state of all ranks into ``folder``; any rank may read it then. All ranks must call it."""
     writer = CheckpointWriter(
         Checkpoints(folder=folder, every=None, keep=1),
         learnt_by(training.rank.common.plan, optimizer),
         timeout_s=timeout_s,
     )
     writer.save(training.rank.state(), iteration=training.done, numbers=training.rank.numbers())
-    writer.finish()
+    if dist.get_rank():
+        writer.finish()
+    of_rank_0(writer.finish, "to complete the checkpoint", timeout_s=timeout_s)
 
 
 def load_weights(folder: Path, training: Training) -> None:

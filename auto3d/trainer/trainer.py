@@ -400,6 +400,8 @@ class Trainer(transformers.Trainer):
         )
 
     def _evaluation_data(self, loader: Any) -> CollatedData:
+        if not len(loader.dataset):
+            raise InputError("Trainer: the dataset of an evaluation has no samples; give it some, or leave it out")
         order = InOrder(len(loader.dataset), self._pipeline.batch.global_batch)
         return self._collated(loader, order).with_shapes()
 

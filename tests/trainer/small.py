@@ -165,6 +165,7 @@ FAULTS = {  # code that makes the trainer, and words of its error
         lambda: trainer(mixture(), eval_dataset=with_labels(rows(8)), per_device_eval_batch_size=4, **AT_THE_END),
         "per_device_eval_batch_size: found 4; ",
     ),
+    "an evaluation without samples": (lambda: trainer(eval_dataset=[], **AT_THE_END), "has no samples"),
     "another model": (Resuming, "it belongs to another model"),
     "label smoothing": (
         lambda: trainer(label_smoothing_factor=0.1),

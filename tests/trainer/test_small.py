@@ -178,6 +178,22 @@ def test_what_a_script_changes_between_calls_is_as_in_one_transformers_process(p
         assert two == pytest.approx(one, rel=1e-5)
 
 
+def best_at_the_end(world, folder, port):
+    as_rank(world, port)
+    os.chdir(folder)
+    init(pp=world.size)
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 4}
+    trainer = small.trainer(eval_dataset=small.with_labels(small.rows(8)), load_best_model_at_end=True, **options)
+    trainer.train()
+    return trainer.state.best_model_checkpoint, evaluations(trainer)[-1], trainer.evaluate()["eval_loss"]
+
+
+def test_the_best_model_may_be_that_of_the_last_step(processes, tmp_path):
+    for best, last, loaded in processes.run(2, best_at_the_end, tmp_path, free_port()):
+        assert best.endswith("checkpoint-4")
+        assert loaded == last
+
+
 def changed_on_one_rank(world, folder, port):
     as_rank(world, port)
     os.chdir(folder)
