@@ -374,7 +374,7 @@ class Trainer(transformers.Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Evaluate the whole dataset of ``dataloader`` in the pipeline; all ranks must call it."""
-        TOGETHER.call("Trainer.evaluate" if metric_key_prefix == "eval" else "Trainer.predict", self.args.ddp_timeout)
+        TOGETHER.call(f"Trainer.{'predict' if description == 'Prediction' else 'evaluate'}", self.args.ddp_timeout)
         args, samples = self.args, len(dataloader.dataset)
         data = self._evaluation_data(dataloader)
         if self._pipeline.training is None or (not self.is_in_train and self._pipeline.is_outdated):
