@@ -263,14 +263,14 @@ MODELS = {  # losses that are means of several things over micro-batches that di
 }
 
 
-def trainers(make=None):
-    """A trainer for each of MODELS, by name; ``make`` as ``trainer``."""
-    for name, made in MODELS.items():
+def trainers(make, names, **arguments):
+    """A trainer for each of the MODELS called ``names``, by name; ``make`` as ``trainer``."""
+    for name in names:
         set_seed(0)
-        model, data = made()
+        model, data = MODELS[name]()
         evaluated = 2 if name in ("a teacher", "experts") else 4  # their losses depend on who is in a batch
         options = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": evaluated}
-        yield name, (make or trainer)(model, data, max_steps=5, eval_dataset=data[:8], **options)
+        yield name, (make or trainer)(model, data, max_steps=5, eval_dataset=data[:8], **options | arguments)
 
 
 class Normalised(torch.nn.Module):

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from functools import partial
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -63,12 +65,14 @@ def test_a_pipeline_trains_as_one_process_does(processes, tmp_path):
     assert two["evaluated"] == [1]
 
 
-def losses_of_models(world, folder, port, make=None):
+def losses_of_models(world, folder, port, make=None, names=tuple(small.MODELS), **degrees):
     as_rank(world, port)
     os.chdir(folder)
     if make is None:
-        init(pp=world.size)
-    return {name: [losses(trainer), evaluations(trainer)] for name, trainer in small.trainers(make)}
+        init(**degrees)
+    accumulated = 2 // degrees.get("dp", 1)
+    trainers = small.trainers(make, names, gradient_accumulation_steps=accumulated)
+    return {name: [losses(trainer), evaluations(trainer)] for name, trainer in trainers}
 
 
 def evaluations(trainer):
@@ -79,11 +83,21 @@ def of_transformers(*arguments, **options):
     return small.trainer(*arguments, **options, classes=(transformers.Trainer, transformers.TrainingArguments))
 
 
-def test_losses_are_those_of_one_transformers_process(processes, tmp_path):
-    (one,) = processes.run(1, losses_of_models, tmp_path, None, of_transformers)
-    for two in processes.run(2, losses_of_models, tmp_path, free_port()):
+COUNTED = ("a count of all labels", "a sum", "experts")  # losses that are sums over all ranks, in three ways
+
+
+@pytest.mark.parametrize(
+    ("degrees", "names"),
+    [({"pp": 2}, tuple(small.MODELS)), ({"dp": 2, "pp": 2}, COUNTED), ({"tp": 2, "pp": 2}, COUNTED)],
+    ids=str,
+)
+def test_losses_are_those_of_one_transformers_process(degrees, names, processes, tmp_path):
+    (one,) = processes.run(1, losses_of_models, tmp_path, None, of_transformers, names)
+    for each in processes.run(
+        prod(degrees.values()), partial(losses_of_models, names=names, **degrees), tmp_path, free_port()
+    ):
         for name, expected in one.items():
-            for found, wanted in zip(two[name], expected, strict=True):
+            for found, wanted in zip(each[name], expected, strict=True):
                 assert found == pytest.approx(wanted, rel=1e-5), name
 
 
