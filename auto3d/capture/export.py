@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from functools import cached_property
 from hashlib import sha256
 from io import StringIO
 from types import CodeType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -36,10 +35,10 @@ from auto3d.capture.faithful import trace
 from auto3d.capture.in_place import name_of, remove_in_place, written_buffers
 from auto3d.capture.known_values import KnownValues
 from auto3d.capture.masks import leave_masks_to_kernel
-from auto3d.capture.nested import padding_as_nested
 from auto3d.capture.regions import inline_regions
 from auto3d.capture.repeats import RepeatedBlocks
 from auto3d.capture.traced_branches import answered_as_eager, misled
+from auto3d.capture.traced_results import padding_as_nested, returning_tensors
 from auto3d.errors import InputError
 
 _META = torch.device("meta")
@@ -276,37 +275,10 @@ def _exported(
         no_idle_conversions(),
         idle_copies_recorded(),
         padding_as_nested(),
-        _returning_tensors(module),
+        returning_tensors(module),
         active(*autocast.kind) if autocast is not None else nullcontext(),
     ):
         return torch.export.export(module, (), dict(arguments), strict=False)
-
-
-@contextmanager
-def _returning_tensors(module: nn.Module) -> Iterator[None]:
-    """Leave out of the result of ``module`` what torch.export does not know, such as a cache of keys and values."""
-    kind = type(module)
-    forward, depth = kind.forward, 0
-
-    @wraps(forward)
-    def returning(*args: Any, **kwargs: Any) -> Any:
-        nonlocal depth
-        depth += 1
-        try:
-            result = forward(*args, **kwargs)
-        finally:
-            depth -= 1
-        if depth or not isinstance(result, Mapping):  # a part of the model may be of its class
-            return result
-        known = {name: value for name, value in result.items() if all(map(_is_exported, tree_leaves(value)))}
-        return result if len(known) == len(result) else type(result)(**known)
-
-    with patch.object(kind, "forward", returning):
-        yield
-
-
-def _is_exported(value: Any) -> bool:
-    return value is None or isinstance(value, torch.Tensor | bool | int | float | str)
 
 
 @contextmanager

@@ -95,11 +95,11 @@ def check_loss(
         return
     if fills:
         check_filled(terms, "the model's loss: last_batch=pad adds samples that must not count")
-    if settings.weighs_micro_batches_alike and parts == 1:
-        return
     if not targets_vary(terms, may_ignore=may_ignore):
         return
     if settings.weighs_micro_batches_alike:
+        if parts == 1:
+            return
         raise InputError(
             f"loss_mean: found {settings.loss_mean}, and schedule {schedule.name} runs each micro-batch in {parts} "
             "parts, of which none knows how many real targets the others have; use loss_mean=targets, or a schedule "

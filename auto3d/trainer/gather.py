@@ -21,7 +21,7 @@ def gather(rank: Rank, whole: MutableMapping[str, torch.Tensor], *, timeout_s: f
     What is not in ``whole`` yet is added to it. Tensors travel one by one, so that no more than one takes memory beside
     ``whole``. Those that no rank holds, such as parameters that the loss does not use, keep their values.
     """
-    held = _held(rank)
+    held = _held(rank, PREFIX)
     mine = {name: (part.shape, part.tensor.dtype, part.shard) for name, part in held.items()}
     of_ranks = [mine] * dist.get_world_size()
     with waiting_for("the names of all ranks' weights", timeout_s):
@@ -59,13 +59,13 @@ def scatter(rank: Rank, whole: Mapping[str, torch.Tensor], *, timeout_s: float) 
                 f"model: ranks {dist.get_rank()} and {number} have other values of {changed[0]} since the training; "
                 "change it alike on all ranks, outside of `if trainer.is_world_process_zero()`"
             )
-    for name, part in _held(rank).items():
+    for name, part in _held(rank, PREFIX).items():
         part.tensor.copy_(whole[name] if part.shard is None else part.shard.of(whole[name]))
 
 
 def optimizer_state(rank: Rank) -> dict[str, StatePart]:
     """What the optimizers of ``rank`` hold, by name."""
-    return {name: part for name, part in rank.state().items() if name.startswith(OF_OPTIMIZER)}
+    return _held(rank, OF_OPTIMIZER)
 
 
 def keep_optimizer_state(rank: Rank, earlier: Mapping[str, StatePart], *, timeout_s: float) -> None:
@@ -87,6 +87,6 @@ def keep_optimizer_state(rank: Rank, earlier: Mapping[str, StatePart], *, timeou
             )
 
 
-def _held(rank: Rank) -> dict[str, StatePart]:
-    """The parameters and buffers that ``rank`` holds, by name."""
-    return {name.removeprefix(PREFIX): part for name, part in rank.state().items() if name.startswith(PREFIX)}
+def _held(rank: Rank, prefix: str) -> dict[str, StatePart]:
+    """What ``rank`` holds, by the rest of a name that begins with ``prefix``."""
+    return {name.removeprefix(prefix): part for name, part in rank.state().items() if name.startswith(prefix)}

@@ -131,6 +131,6 @@ def _stand_in(value: Any, stand_ins: dict[int, object], seen: set[int]) -> None:
 def _is_copied(value: Any, stand_ins: Mapping[int, object]) -> bool:
     try:
         copy.deepcopy(value, dict(stand_ins))
-    except Exception:  # of any kind: a class may define how it is copied
+    except Exception:  # a class may define how it is copied, and raise what it likes
         return False
     return True

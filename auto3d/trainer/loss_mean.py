@@ -35,7 +35,7 @@ def loss_mean_of(
         try:
             with uses, quiet_torch():
                 model.module(**arguments, **{ITEMS: items})
-        except Exception:  # of any kind: code that needs values, such as a choice of experts, has none here
+        except Exception:  # code that needs values, such as a choice of experts, has none here
             return "items" if _may_divide(model.module) else "sum"
     return "items" if uses.found else "sum"
 

@@ -73,8 +73,8 @@ def mean_loss(
 
 
 def check_uniform(labels: np.ndarray, at_once: int, batch: int, *, shifted: bool) -> None:
-    """Raise InputError if batches are no multiple of what runs at once and samples have unequally many targets."""
-    if batch % at_once and len(set(_targets(labels, shifted=shifted).tolist())) > 1:
+    """Raise InputError if samples have unequally many targets, and a ``batch`` is no multiple of what runs at once."""
+    if len(set(_targets(labels, shifted=shifted).tolist())) > 1:
         raise InputError(
             f"TrainingArguments.per_device_eval_batch_size: found {batch}; samples have different numbers of "
             f"targets, and {at_once} samples run at once, so it must be a multiple of {at_once}"

@@ -75,7 +75,7 @@ class Trainer(transformers.Trainer):
             raise InputError("Trainer: args is transformers' TrainingArguments; make it by auto3d.TrainingArguments")
         if not isinstance(model, nn.Module):
             raise InputError(f"Trainer: model is a {type(model).__name__}; it takes a torch.nn.Module")
-        if isinstance(model, OptimizedModule):  # of torch.compile; TrainingArguments.torch_compile compiles the stages
+        if isinstance(model, OptimizedModule):  # torch.compile made it; torch_compile=True compiles the stages
             model = model._orig_mod
         check_arguments(args)
         check_callbacks(callbacks or ())

@@ -27,11 +27,17 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def several(world, folder, port):
-    """The losses of several trainings, by name."""
+def begin(world, folder, port, *, ours=True, **degrees):
+    """Be a rank that works in ``folder``; of a pipeline over all ranks unless ``degrees`` say more."""
     as_rank(world, port)
     os.chdir(folder)
-    init(pp=world.size)
+    if ours:
+        init(**degrees or {"pp": world.size})
+
+
+def several(world, folder, port):
+    """The losses of several trainings, by name."""
+    begin(world, folder, port)
     found = {"float32": losses(small.trainer()), "fp16": losses(small.trainer(fp16=True))}
     found["bf16"] = losses(small.trainer(bf16=True))
     found["masked"] = losses(small.masked(sequence_length=16))
@@ -66,10 +72,7 @@ def test_a_pipeline_trains_as_one_process_does(processes, tmp_path):
 
 
 def losses_of_models(world, folder, port, make=None, names=tuple(small.MODELS), **degrees):
-    as_rank(world, port)
-    os.chdir(folder)
-    if make is None:
-        init(**degrees)
+    begin(world, folder, port, ours=make is None, **degrees)
     accumulated = 2 // degrees.get("dp", 1)
     trainers = small.trainers(make, names, gradient_accumulation_steps=accumulated)
     return {name: [losses(trainer), evaluations(trainer)] for name, trainer in trainers}
@@ -102,9 +105,7 @@ def test_losses_are_those_of_one_transformers_process(degrees, names, processes,
 
 
 def followed(world, folder, port):
-    as_rank(world, port)
-    os.chdir(folder)
-    init(pp=world.size)
+    begin(world, folder, port)
     callback = small.Follows()
     options = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
     small.trainer(eval_dataset=small.with_labels(small.rows(8)), callbacks=[callback], **options).train()
@@ -128,9 +129,7 @@ def test_callbacks_see_the_weights_and_the_rate_of_each_step(processes, tmp_path
 
 
 def metrics_under_masks(world, folder, port):
-    as_rank(world, port)
-    os.chdir(folder)
-    init(pp=world.size)
+    begin(world, folder, port)
     found = [small.evaluated_under_masks("global"), small.evaluated_under_masks("own")]
     with pytest.raises(InputError) as caught:
         small.evaluated_under_masks("system")
@@ -146,10 +145,7 @@ def test_metrics_get_the_labels_of_the_masks_that_the_model_has_seen(processes, 
 
 def changed(world, folder, port, make=None):
     """Losses where the script changes the model between the calls of the Trainer."""
-    as_rank(world, port)
-    os.chdir(folder)
-    if make is None:
-        init(pp=world.size)
+    begin(world, folder, port, ours=make is None)
     samples = small.with_labels(small.rows(8))
     trainer = (make or small.trainer)(small.llama(), eval_dataset=samples)
     model, found = trainer.model, []
@@ -193,9 +189,7 @@ def test_what_a_script_changes_between_calls_is_as_in_one_transformers_process(p
 
 
 def best_at_the_end(world, folder, port):
-    as_rank(world, port)
-    os.chdir(folder)
-    init(pp=world.size)
+    begin(world, folder, port)
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 4}
     trainer = small.trainer(eval_dataset=small.with_labels(small.rows(8)), load_best_model_at_end=True, **options)
     trainer.train()
@@ -209,9 +203,7 @@ def test_the_best_model_may_be_that_of_the_last_step(processes, tmp_path):
 
 
 def changed_on_one_rank(world, folder, port):
-    as_rank(world, port)
-    os.chdir(folder)
-    init(pp=world.size)
+    begin(world, folder, port)
     trainer = small.trainer(eval_dataset=small.with_labels(small.rows(8)))
     trainer.train()
     if not world.rank:
@@ -228,9 +220,7 @@ def test_a_change_on_one_rank_alone_is_refused(processes, tmp_path):
 
 def call_alone(world, folder, port):
     """The errors of a call that rank 0 makes, where rank 1 goes on, ends, or calls something else."""
-    as_rank(world, port)
-    os.chdir(folder)
-    init(pp=world.size)
+    begin(world, folder, port)
     trainer = small.trainer(eval_dataset=small.with_labels(small.rows(8)))
     trainer.train()
     errors = []
@@ -255,9 +245,7 @@ def test_a_call_of_one_rank_alone_is_refused_at_once(processes, tmp_path):
 
 
 def lines_of_faults(world, folder, port):
-    as_rank(world, port)
-    os.chdir(folder)
-    init(pp=2)
+    begin(world, folder, port)
     lines = {}
     for name, (make, _) in small.FAULTS.items():
         with pytest.raises(InputError) as caught:

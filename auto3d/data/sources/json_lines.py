@@ -35,7 +35,7 @@ def read_rows(files: Sequence[str], columns: Sequence[str]) -> Iterator[dict[str
 
 def _unreadable(name: str, column: str, values: Sequence[tuple[int, Any]], error: Exception) -> DataError:
     """Why pyarrow takes no array of ``values``, each with its line, in which it finds ``error``."""
-    (first, kind), *_ = ((line, type(value)) for line, value in values)
+    first, kind = values[0][0], type(values[0][1])
     for line, value in values:
         if isinstance(value, str) and isinstance(error, UnicodeEncodeError) and value == error.object:
             return DataError(

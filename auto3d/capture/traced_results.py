@@ -1,12 +1,14 @@
-"""What an nn.TransformerEncoder gives at padding in evaluation, where torch runs it without the padding."""
+"""What a module returns while it is traced, where torch.export would refuse it or eager mode gives another value."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 
 @contextmanager
@@ -36,3 +38,30 @@ def padding_as_nested() -> Iterator[None]:
 
     with patch.object(nn.TransformerEncoder, "forward", padded):
         yield
+
+
+@contextmanager
+def returning_tensors(module: nn.Module) -> Iterator[None]:
+    """Leave out of the result of ``module`` what torch.export does not know, such as a cache of keys and values."""
+    kind = type(module)
+    forward, depth = kind.forward, 0
+
+    @wraps(forward)
+    def returning(*args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            depth -= 1
+        if depth or not isinstance(result, Mapping):  # a part of the model may be of its class
+            return result
+        known = {name: value for name, value in result.items() if all(map(_is_exported, tree_leaves(value)))}
+        return result if len(known) == len(result) else type(result)(**known)
+
+    with patch.object(kind, "forward", returning):
+        yield
+
+
+def _is_exported(value: Any) -> bool:
+    return value is None or isinstance(value, torch.Tensor | bool | int | float | str)
