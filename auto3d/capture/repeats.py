@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -30,6 +31,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.block_state import (
@@ -49,8 +51,6 @@ from auto3d.capture.python_state import PythonState, StateSnapshot
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 _CONTAINERS = (tuple, list, dict, OrderedDict, defaultdict)
-with FakeTensorMode():
-    _OF_EVERY_TENSOR = frozenset(vars(nn.Parameter(torch.empty(0))))  # attributes; the model's code may add others
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 
@@ -343,8 +343,19 @@ def _is_simple(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride()))
         and not (tensor.is_conj() or tensor.is_neg())
-        and vars(tensor).keys() <= _OF_EVERY_TENSOR
+        and vars(tensor).keys() <= _attributes_of_every_tensor()
     )
+
+
+@cache
+def _attributes_of_every_tensor() -> frozenset[str]:
+    """The attributes of a fake tensor to which the model's code has added none.
+
+    They are not read when this module is imported, because a FakeTensorMode asks CUDA for its devices. A process in
+    which CUDA has started cannot fork ranks that use it.
+    """
+    with _disable_current_modes(), FakeTensorMode():
+        return frozenset(vars(nn.Parameter(torch.empty(0))))
 
 
 def _metadata(tensor: torch.Tensor) -> tuple:

@@ -157,10 +157,14 @@ def hide_devices() -> None:
     """Hide all GPUs from this process and its children.
 
     If torch sees a GPU, the first backward of a process starts a thread for it, and a rank forked after that cannot run
-    a backward. A capture runs backwards.
+    a backward. A capture runs backwards. It also makes torch see a GPU where there is none, for its fake tensors; so a
+    backward is run here.
     """
     if torch_has_cuda():
+        import torch
+
         os.environ[VARIABLE] = ""
+        torch.zeros((), requires_grad=True).backward()
 
 
 def show_devices(names: Collection[str]) -> None:

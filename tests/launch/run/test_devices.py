@@ -1,9 +1,11 @@
 """Which GPUs a process may use; concurrent trials get different ones. A fake nvidia-smi stands in for the driver."""
 
 import os
+import subprocess
 import sys
 
 import pytest
+import torch
 
 from auto3d.errors import InputError
 from auto3d.runtime.measurement import Status
@@ -244,8 +246,38 @@ def test_a_trial_waits_until_enough_devices_are_free(ran):
 
 # Where the model is captured: a rank cannot use its GPU if its process, or the one it was forked from, has captured
 
+IMPORTS = """
+from importlib import import_module
+from pkgutil import walk_packages
+import torch
 
-def test_a_training_on_gpus_captures_in_its_ranks(folder, machine, auto3d, monkeypatch):
+def fail():
+    raise AssertionError("an import begins a FakeTensorMode, which asks CUDA for its devices and so starts it")
+
+torch._C._ensureCUDADeviceGuardSet = fail
+import auto3d, launch
+for package in (auto3d, launch):
+    for module in walk_packages(package.__path__, f"{package.__name__}."):
+        if not module.name.endswith("__main__") and not module.name.startswith("launch.peers"):
+            import_module(module.name)
+"""
+
+
+def test_no_import_starts_cuda():
+    """Except for those of other systems, which run in processes of their own."""
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True, timeout=120)
+
+
+@pytest.fixture
+def no_fake_mode(monkeypatch):
+    """Fail if this process begins a FakeTensorMode."""
+    begun: list[None] = []
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: begun.append(None))
+    yield
+    assert not begun, "the process that forks the ranks has started CUDA"
+
+
+def test_a_training_on_gpus_captures_in_its_ranks(folder, machine, auto3d, monkeypatch, no_fake_mode):
     for module in (devices, graphs):
         monkeypatch.setattr(module, "torch_has_cuda", lambda: True)
     machine(FOUR, "3,1")
@@ -257,7 +289,7 @@ def test_a_training_on_gpus_captures_in_its_ranks(folder, machine, auto3d, monke
     assert "witness" not in sys.modules, "the process that forks the ranks did not import it"
 
 
-def test_the_ranks_of_a_training_on_gpus_share_what_is_stored(folder, machine, auto3d, monkeypatch):
+def test_the_ranks_of_a_training_on_gpus_share_what_is_stored(folder, machine, auto3d, monkeypatch, no_fake_mode):
     """The model's factory is called by the process that captures it, and by no rank before it needs its GPU."""
     for module in (devices, graphs):
         monkeypatch.setattr(module, "torch_has_cuda", lambda: True)
