@@ -4,18 +4,18 @@ A trace under torch.autocast records the operators without their casts, so these
 parameter becomes an input of the program instead: a run makes a low-precision copy of the weights once per update.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from auto3d.capture.errors import CaptureError, node_line
-from auto3d.capture.in_place import name_of
 from auto3d.capture.nodes import is_tensor, target_of
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -69,32 +69,39 @@ def copy_name(parameter: str, dtype: torch.dtype) -> str:
     return f"{parameter}:{str(dtype).removeprefix('torch.')}"
 
 
+@dataclass(frozen=True)
+class Rewriting:
+    """How an operator computes without automatic mixed precision what it computes with it."""
+
+    casts: Mapping[fx.Node, torch.dtype]  # argument -> the dtype to which it is cast
+    dtype: torch.dtype | None = None  # what the operator gets as its argument ``dtype``, if autocast sets that
+
+
 class Autocast:
-    """The casts that automatic mixed precision adds to the operators of a region."""
+    """What automatic mixed precision adds to the operators of a region."""
 
     def __init__(self, device_type: str, dtype: torch.dtype | None) -> None:
         self.kind = (device_type, dtype)
         self.cast_weights: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}  # autocast casts a weight once for all uses
 
-    def casts(self, node: fx.Node, mode: FakeTensorMode) -> dict[fx.Node, torch.dtype]:
-        """Argument of ``node`` -> the dtype that autocast casts it to.
+    def rewriting(self, node: fx.Node, mode: FakeTensorMode) -> Rewriting | None:
+        """How ``node`` computes the same without autocast; None if casts and a ``dtype`` do not explain what it does.
 
-        Runs the operator on fake tensors with mixed precision, and again without it on cast fake tensors. Raises
-        CaptureError if the two runs differ by more than these casts.
+        Runs the operator on fake tensors with mixed precision, and again without it, rewritten.
         """
         arguments = [n for n in node.all_input_nodes if is_tensor(n) and n.meta["val"].is_floating_point()]
         fakes = {argument: argument.meta["val"].detach() for argument in arguments}
-        wanted = [value.dtype for value in tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
 
-        def run(values: Mapping[fx.Node, torch.Tensor]) -> "_Recorded":
+        def run(values: Mapping[fx.Node, torch.Tensor], dtype: torch.dtype | None = None) -> "_Recorded":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values.get(n, n.meta["val"]))
-            with mode, torch.no_grad(), _Recorded() as recorded:
-                result = target_of(node)(*args, **kwargs)
-            recorded.dtypes = [value.dtype for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
-            return recorded
+            if dtype is not None:
+                kwargs = {**kwargs, "dtype": dtype}
+            return _recorded(mode, lambda: target_of(node)(*args, **kwargs))
 
         with active(*self.kind):
             seen = run(fakes)
+        if seen.dtypes != _dtypes(node.meta["val"]):
+            return None
         observed: dict[fx.Node, torch.dtype] = {}
         for argument, fake in fakes.items():
             to = {dtype for source, dtype in seen.casts if source is fake}
@@ -102,16 +109,55 @@ class Autocast:
                 observed[argument] = to.pop()
         # A cast of a value in low precision may be the operator's own: attention may compute in float32.
         from_others = {argument: dtype for argument, dtype in observed.items() if fakes[argument].dtype != self.kind[1]}
-        for dtypes in (from_others, observed) if from_others != observed else (observed,):
+        candidates = [Rewriting(from_others), Rewriting(observed)] if from_others != observed else [Rewriting(observed)]
+        if _takes_dtype(node):
+            candidates.append(Rewriting({}, seen.dtypes[0]))
+        for candidate in candidates:
+            values = {argument: fake.to(candidate.casts.get(argument, fake.dtype)) for argument, fake in fakes.items()}
             with mode, suppress(RuntimeError):  # an operator may refuse to mix types
-                without = run({argument: fake.to(dtypes.get(argument, fake.dtype)) for argument, fake in fakes.items()})
-                explained = len(seen.casts) - len(dtypes) == len(without.casts) and seen.others == without.others
-                if explained and without.dtypes == wanted:
-                    return dtypes
-        raise CaptureError(
-            f"{name_of(node.target)} under torch.autocast cannot be rewritten as casts{node_line(node)}; "
-            "disable autocast there and cast the arguments explicitly"
-        )
+                without = run(values, candidate.dtype)
+                cast = [fakes[argument] for argument in candidate.casts]
+                own = [dtype for source, dtype in seen.casts if not any(source is fake for fake in cast)]
+                if len(own) == len(without.casts) and without.does_the_same(seen):
+                    return candidate
+        return None
+
+    def parts(self, node: fx.Node, mode: FakeTensorMode) -> fx.Graph | None:
+        """The operators that ``node`` consists of, as they run under autocast; None if it is an operator of its own.
+
+        The placeholders are the inputs of ``node``, in the order of ``all_input_nodes``. An example is
+        cross_entropy_loss on a GPU: autocast leaves its logarithms in low precision and casts only what sums them.
+        """
+        target = target_of(node)
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
+            return None
+        values = [each.meta["val"] for each in node.all_input_nodes]
+
+        def call(function: Callable, values: Sequence[Any]) -> Any:
+            of = dict(zip(node.all_input_nodes, values, strict=True))
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), of.__getitem__)
+            return function(*args, **kwargs)
+
+        def run(*values: Any) -> Any:
+            with torch._C.DisableTorchFunction():  # it would record the operator itself
+                return call(target.decompose, values)
+
+        with active(*self.kind):
+            with mode, torch.no_grad():
+                made = make_fx(run, pre_dispatch=True)(*values)
+            seen = _recorded(mode, lambda: call(target, values))
+            again = _recorded(mode, lambda: fx.Interpreter(made).run(*values))
+        same = again.does_the_same(seen) and seen.dtypes == _dtypes(node.meta["val"])
+        return made.graph if same else None
+
+
+def _takes_dtype(node: fx.Node) -> bool:
+    """Whether the operator has an argument ``dtype`` that is not given, as sums and softmax have."""
+    for position, argument in enumerate(target_of(node)._schema.arguments):
+        if argument.name == "dtype":
+            given = node.args[position] if position < len(node.args) else node.kwargs.get("dtype")
+            return given is None and (argument.kwarg_only or position >= len(node.args))
+    return False
 
 
 class _Recorded(TorchDispatchMode):
@@ -123,6 +169,9 @@ class _Recorded(TorchDispatchMode):
         self.casts: list[tuple[torch.Tensor, torch.dtype]] = []
         self.dtypes: list[torch.dtype] = []
 
+    def does_the_same(self, other: "_Recorded") -> bool:
+        return self.others == other.others and self.dtypes == other.dtypes
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func is TO_COPY and kwargs.get("dtype") is not None:
@@ -130,3 +179,13 @@ class _Recorded(TorchDispatchMode):
         elif func.namespace != "prim":  # prim has queries, such as that of a device
             self.others.append(func)
         return func(*args, **kwargs)
+
+
+def _recorded(mode: FakeTensorMode, function: Callable[[], Any]) -> _Recorded:
+    with mode, torch.no_grad(), _Recorded() as recorded:
+        recorded.dtypes = _dtypes(function())
+    return recorded
+
+
+def _dtypes(value: Any) -> list[torch.dtype]:
+    return [each.dtype for each in tree_leaves(value) if isinstance(each, torch.Tensor)]

@@ -39,7 +39,7 @@ def inline_regions(
     inliner = _Inliner(program, mode, parameters)
     if precision is not None:
         for node in list(program.nodes):
-            inliner.cast_arguments(node, precision)
+            inliner.without_autocast(node, precision)
     for node in [node for node in program.nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]:
         with program.inserting_before(node):
             results = inliner.inline(node, {argument: argument for argument in node.all_input_nodes}, module, precision)
@@ -109,13 +109,18 @@ class _Inliner:
                 return fx.node.map_arg(tuple(node.args[0]), values.__getitem__)
             if isinstance(node.target, torch._ops.HigherOrderOperator):
                 values[node] = self.inline(node, values, inner, precision)
-            elif node.target is operator.getitem and isinstance(values[node.args[0]], tuple):  # an inner region's
-                values[node] = values[node.args[0]][node.args[1]]
             elif node.op == "call_function":
-                values[node] = self._program.node_copy(node, values.__getitem__)
-                if precision is not None:
-                    self.cast_arguments(values[node], precision)
+                values[node] = self._copied(node, values, precision)
         raise AssertionError("a graph ends with its output")
+
+    def _copied(self, node: fx.Node, values: Mapping[fx.Node, Any], precision: Autocast | None) -> Any:
+        """A copy of ``node`` on the ``values`` of its arguments, rewritten if it ran under ``precision``."""
+        if node.target is operator.getitem:
+            results, index = args_of(node)
+            if isinstance(values[results], tuple):  # those of a region, or of an operator that was replaced
+                return values[results][index]
+        copy = self._program.node_copy(node, values.__getitem__)
+        return copy if precision is None else self.without_autocast(copy, precision)
 
     def _has_gradient(self, node: fx.Node) -> bool:
         """Whether a gradient flows from ``node`` to a parameter. A buffer, which a region may write to, has none."""
@@ -131,14 +136,19 @@ class _Inliner:
                 self._learns[current] = flows or current.name in self._parameters
         return self._learns[node] and is_tensor(node)
 
-    def cast_arguments(self, node: fx.Node, precision: Autocast) -> None:
-        """Insert casts before ``node``, so that it computes the same without mixed precision as it did with it."""
+    def without_autocast(self, node: fx.Node, precision: Autocast) -> fx.Node | tuple[fx.Node, ...]:
+        """Rewrite ``node`` so that it computes without mixed precision what it did with it; returns what it results in.
+
+        Raises CaptureError if neither casts, nor a dtype, nor the operators of which it is composed do so.
+        """
         if not isinstance(node.target, torch._ops.OpOverload) or node.target in MARKS:
-            return
-        dtypes = precision.casts(node, self._mode)
+            return node
+        rewriting = precision.rewriting(node, self._mode)
+        if rewriting is None:
+            return self._replaced_by_parts(node, precision)
 
         def cast(argument: fx.Node) -> fx.Node:
-            dtype = dtypes.get(argument)
+            dtype = rewriting.casts.get(argument)
             if dtype is None:
                 return argument
             if (argument, dtype) in precision.cast_weights:
@@ -151,8 +161,36 @@ class _Inliner:
                 precision.cast_weights[argument, dtype] = made
             return made
 
-        if dtypes:
+        if rewriting.casts:
             node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), cast)
+        if rewriting.dtype is not None:
+            node.kwargs = {**node.kwargs, "dtype": rewriting.dtype}
+        return node
+
+    def _replaced_by_parts(self, node: fx.Node, precision: Autocast) -> fx.Node | tuple[fx.Node, ...]:
+        parts = precision.parts(node, self._mode)
+        if parts is None:
+            raise CaptureError(
+                f"{name_of(node.target)} under torch.autocast cannot be rewritten as casts{node_line(node)}; "
+                "disable autocast there and cast the arguments explicitly"
+            )
+        made: dict[fx.Node, Any] = dict(zip(parts.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
+        with self._program.inserting_before(node):
+            for part in parts.nodes:
+                if part.op == "call_function":
+                    part.meta = {**node.meta, "val": part.meta["val"]}
+                    made[part] = self._copied(part, made, precision)
+        output = args_of(parts.output_node())[0]
+        if isinstance(output, fx.Node):
+            results = made[output]
+            node.replace_all_uses_with(results)
+        else:
+            results = tuple(made[each] for each in output)
+            for user in list(node.users):
+                user.replace_all_uses_with(results[args_of(user)[1]])
+                self._program.erase_node(user)
+        self._program.erase_node(node)
+        return results
 
 
 _VMAP_BEGINS, _VMAP_ENDS = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
