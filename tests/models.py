@@ -1,6 +1,7 @@
 """The small models that tests train: unmodified, built as a user's recipe would."""
 
 import argparse
+import os
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -316,6 +317,7 @@ def precision_of(model: str) -> str:
     return LOW_PRECISION[model][1] if model in LOW_PRECISION else "float32"
 
 
+DEVICE = os.environ.get("AUTO3D_TEST_DEVICE", "cpu")  # what models are captured for; tests/cuda sets it
 _captured: list[CapturedModel] = []
 
 
@@ -323,10 +325,11 @@ _captured: list[CapturedModel] = []
 def captured(model: str, micro_batch_size: int) -> CapturedModel:
     """The captured model, which the workers of the suite share: one of them captures it, the others load it."""
     build, data = TRAINED[model]
-    shared, identity = Cache(), {"model": model, "samples": micro_batch_size, "captured by": capture.__qualname__}
+    shared = Cache()
+    identity = {"model": model, "samples": micro_batch_size, "device": DEVICE, "captured by": capture.__qualname__}
     made = shared.load(identity, partial(captured_from_json, build=build))
     if made is None:
-        made = capture(build, data.input_specs(), micro_batch_size, precision=precision_of(model))
+        made = capture(build, data.input_specs(), micro_batch_size, device=DEVICE, precision=precision_of(model))
         with suppress(NotStorableError):
             shared.store(identity, captured_to_json(made))
     _captured.append(made)

@@ -7,7 +7,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 from auto3d.runtime.world import World, leave
 from launch.run.ranks import die_with_parent
@@ -25,7 +25,14 @@ class ProcessPool:
     does after a case that failed, of which some ranks may still be waiting for others.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(
+        self, size: int, *, start: Literal["fork", "spawn"] = "fork", begin: Callable[[int], None] | None = None
+    ) -> None:
+        """``begin(rank)`` runs first in each process. With ``start="spawn"`` ranks inherit nothing: they import and
+        capture for themselves, as ranks on a GPU must whose parent has run a backward.
+        """
+        self._start: Literal["fork", "spawn"] = start
+        self._begin = begin
         self._folder = tempfile.TemporaryDirectory(prefix="auto3d-test-")
         self._size = size
         self._cases = 0
@@ -64,14 +71,14 @@ class ProcessPool:
 
     def _fork_if_needed(self) -> None:
         captures = num_captures()
-        if self._in_step and captures == self._captures:
+        if self._in_step and (captures == self._captures or self._start == "spawn"):
             return
         self._end()
         self._captures = captures
-        context = multiprocessing.get_context("fork")
-        for _ in range(self._size):
+        context = multiprocessing.get_context(self._start)
+        for rank in range(self._size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, os.getpid()), daemon=True)
+            process = context.Process(target=_serve, args=(there, os.getpid(), rank, self._begin), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
@@ -86,8 +93,10 @@ class ProcessPool:
         self._processes, self._pipes = [], []
 
 
-def _serve(pipe: Any, parent: int) -> None:
+def _serve(pipe: Any, parent: int, rank: int, begin: Callable[[int], None] | None) -> None:
     die_with_parent(parent)
+    if begin is not None:
+        begin(rank)
     gc.freeze()  # a collection would touch, and so copy, all that this process shares with its parent
     while True:
         function, world, arguments = pipe.recv()

@@ -114,18 +114,19 @@ def run_rank(
     state: Mapping[str, torch.Tensor] | None = None,
     iterations: int = ITERATIONS,
     compile: bool = False,
+    device: torch.device = CPU,
 ) -> dict:
     """Train as one rank: losses, norms and, per iteration, gradients and parameters; and the predicted memory."""
     settings = TrainingSettings(
         iterations=iterations,
         optimizer=optimizer,
-        device="cpu",
+        device=device.type,
         threads_per_rank=1,
         timeout_s=60,
         precision=precision_of(model),
         compile=compile,
     )
-    join(world, device=CPU, timeout_s=60)
+    join(world, device=device, timeout_s=60)
     try:
         model_captured = captured(model, samples_at_once(plan))
         rank = build_rank(
@@ -143,14 +144,18 @@ def run_rank(
             # Under ZeRO-1 a rank has the sums of its slice only.
             sliced = {name for shard in rank.slices for name in shard.parameters}
             whole = {name: p for name, p in rank.parameters.items() if p.requires_grad and name not in sliced}
-            gradients = {name: p.grad.numpy().copy() for name, p in whole.items()}
-            parameters = {name: p.detach().numpy().copy() for name, p in rank.parameters.items()}
-            buffers = {name: b.numpy().copy() for name, b in rank.buffers.items()}
+            gradients = {name: _copied(p.grad) for name, p in whole.items()}
+            parameters = {name: _copied(p) for name, p in rank.parameters.items()}
+            buffers = {name: _copied(b) for name, b in rank.buffers.items()}
             history.append({"result": result, "gradients": gradients, "parameters": parameters, "buffers": buffers})
         written = model_captured.graph.written_buffers
         return {"history": history, "predicted": rank.predicted, "shards": dict(rank.shards), "written": written}
     finally:
         leave()
+
+
+def _copied(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().cpu().numpy().copy()
 
 
 class _Seeded(TorchFunctionMode):
@@ -183,13 +188,14 @@ def plain_pytorch(
     state: Mapping[str, torch.Tensor] | None = None,
     iterations: int = ITERATIONS,
     after: Sequence[Mapping[str, np.ndarray]] = (),
+    device: torch.device = CPU,
 ) -> list[dict]:
     """The reference: the unmodified model in a plain loop on this process; only its dropout is seeded by our rule.
 
     Each case is computed once for all tests of the session, which must not change the result. If ``after`` has the
     parameters of a run after each of its iterations, the reference begins every iteration but the first with them.
     """
-    case = (model, micro_batch_size, optimizer, global_batch, seed, iterations)
+    case = (model, micro_batch_size, optimizer, global_batch, seed, iterations, device)
     if state is None and not after:
         return _plain_pytorch_once(*case)
     return _plain_pytorch(*case, state, after)
@@ -208,6 +214,7 @@ def _plain_pytorch(
     global_batch: int,
     seed: int,
     iterations: int,
+    device: torch.device,
     state: Mapping[str, torch.Tensor] | None = None,
     after: Sequence[Mapping[str, np.ndarray]] = (),
 ) -> list[dict]:
@@ -216,11 +223,11 @@ def _plain_pytorch(
     module = build()
     if state is not None:
         module.load_state_dict(state, strict=False)
-    module.train()
+    module.to(device).train()
     step, learning_rate = build_optimizer(list(module.parameters()), optimizer, iterations=iterations)
     batches = Batches(data, seed=seed, global_batch=global_batch, micro_batch_size=micro_batch_size)
     count = global_batch // micro_batch_size
-    randomness = Randomness(seed, first_micro_batch=0, micro_batches=count, device=CPU)
+    randomness = Randomness(seed, first_micro_batch=0, micro_batches=count, device=device)
     ours = captured(model, micro_batch_size)
     nodes = [node for node in ours.exported.program.nodes if is_random(node)]
     number = {node.name: position for position, node in enumerate(ours.graph.nodes)}
@@ -235,8 +242,9 @@ def _plain_pytorch(
         for index in range(count):
             randomness.iteration, randomness.micro_batch = iteration, index
             seeded = _Seeded(randomness, [number[node.name] for node in nodes])
-            with seeded, autocast(ours, CPU):
-                output = module(**batches.micro_batch(iteration, index, tuple(data.inputs)))
+            inputs = batches.micro_batch(iteration, index, tuple(data.inputs))
+            with seeded, autocast(ours, device):
+                output = module(**{name: value.to(device) for name, value in inputs.items()})
             loss = (output if isinstance(output, torch.Tensor) else output["loss"]) / count
             loss.backward()
             total += loss.item()
@@ -248,9 +256,9 @@ def _plain_pytorch(
             {
                 "loss": total,
                 "norm": norm,
-                "gradients": {n: p.grad.numpy().copy() for n, p in module.named_parameters() if p.grad is not None},
-                "parameters": {name: p.detach().numpy().copy() for name, p in module.named_parameters()},
-                "buffers": {name: buffer.numpy().copy() for name, buffer in module.named_buffers()},
+                "gradients": {n: _copied(p.grad) for n, p in module.named_parameters() if p.grad is not None},
+                "parameters": {name: _copied(p) for name, p in module.named_parameters()},
+                "buffers": {name: _copied(buffer) for name, buffer in module.named_buffers()},
             }
         )
     return history

@@ -1,0 +1,94 @@
+"""Writes results/cuda/README.md from the files there: python -m tests.cuda.page"""
+
+import json
+from pathlib import Path
+
+from tabulate import tabulate
+
+from auto3d.runtime.measurement import Measurement
+
+FOLDER = Path("results/cuda")
+MIB = 2**20
+
+
+def parity() -> str:
+    records = [json.loads(line) for line in (FOLDER / "parity.jsonl").read_text().splitlines()]
+    rows = [
+        (each["case"], each["model"], each.get("ranks", ""), each["verdict"], error_text(each), each.get("note", ""))
+        for each in records
+    ]
+    return tabulate(rows, ("case", "model", "ranks", "result", "largest error", "note"), tablefmt="pipe")
+
+
+def error_text(record: dict) -> str:
+    error = record.get("error")
+    return "" if error is None else f"{error:.0e}".replace("e-0", "e-") if error else "0"
+
+
+def training() -> tuple[str, Measurement]:
+    plain = {line.split(":")[0].rpartition(" ")[2]: line for line in (FOLDER / "plain.txt").read_text().splitlines()}
+    found = [Measurement.from_json(line) for line in (FOLDER / "measurements.jsonl").read_text().splitlines()]
+    rows = []
+    for each in found:
+        size = each.plan.micro_batch_size
+        seconds = plain[str(size)].split(": ")[1].split(" s")[0]
+        (peak,), (predicted,), (used,) = each.peak_bytes, each.predicted_bytes, each.used_bytes
+        rows.append(
+            (size, f"{each.median_s:.3f}", seconds, f"{peak / MIB:.0f}", f"{predicted / MIB:.0f}",
+             f"{predicted / peak - 1:+.1%}", f"{used / MIB:.0f}")
+        )  # fmt: skip
+    headers = (
+        "micro-batch",
+        "auto3d (s)",
+        "plain (s)",
+        "peak (MiB)",
+        "predicted (MiB)",
+        "error",
+        "on the device (MiB)",
+    )
+    return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True), found[0]
+
+
+def main() -> None:
+    table, measured = training()
+    assert measured.environment is not None
+    here = measured.environment
+    made_on = f"{here.computer}, torch {here.torch}, transformers {here.transformers}, Python {here.python}"
+    text = TEXT.format(parity=parity(), training=table, made_on=made_on, date=measured.finished[:10])
+    (FOLDER / "README.md").write_text(text)
+
+
+TEXT = """\
+# On a real GPU
+
+{made_on}; {date}.
+
+## Parity
+
+Small models under plans of several ranks, compared with plain PyTorch in one process on the same GPU: losses, gradient
+norms, gradients and parameters by the bound of [parity.md](../parity.md), in float32 without TF32 and with
+deterministic algorithms. The ranks share the GPU, each as a host of its own, so NCCL connects them through sockets
+(`tests/cuda/one_gpu.py`). A name with digits is a cell of the suite's sample of the grid. *largest error*: that of any
+gradient, in the form of that bound, of which 1e-5 is allowed. `python -m tests.cuda.parity FILE --ranks 4` appends such
+records, as root; these are from two such runs beside each other, ended by their time.
+
+{parity}
+
+The refused capture is mended since, but was not tried on a GPU again: autocast on GPUs computes cross entropy in two
+precisions, which a program then could not say.
+
+## One GPU
+
+GPT-2 of 124 million parameters in bfloat16, 32 sequences of 1,024 tokens per iteration (`tests/cuda/gpt2.yaml`).
+*auto3d*: `auto3d sweep tests/cuda/gpt2.yaml`. *plain*: a loop of plain PyTorch with fused AdamW
+(`python -m tests.cuda.plain tests/cuda/gpt2.yaml`), which ran in another session, on another machine of the same kind:
+at micro-batches of 1 and 4 the host is the slower part, and its speed differs between machines. *peak*: bytes of live
+tensors; *on the device*: with all that torch's allocator holds, CUDA's context and NCCL's buffers.
+
+{training}
+
+Made by `python -m tests.cuda.page` from the files beside this page.
+"""
+
+if __name__ == "__main__":
+    main()
