@@ -8,8 +8,10 @@ import torch
 CUBLAS_WORKSPACES = ":4096:8"  # eight workspaces of 4 MiB per stream, so that streams share none
 
 
-def set_arithmetic(device: torch.device, *, tf32: bool, deterministic: bool) -> None:
+def set_arithmetic(device: torch.device, *, tf32: bool, deterministic: bool, only_warn: bool = False) -> None:
     """Set TF32 and deterministic algorithms for this process, which must not have used CUDA yet.
+
+    With ``only_warn``, an operator that has no deterministic algorithm warns and runs; otherwise it raises an error.
 
     On GPUs, TF32 is set for matrix products and convolutions alike; torch's default is TF32 in convolutions only.
     """
@@ -24,7 +26,7 @@ def set_arithmetic(device: torch.device, *, tf32: bool, deterministic: bool) -> 
         cudnn.rnn.fp32_precision = "tf32" if tf32 else "ieee"
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES)
-        torch.use_deterministic_algorithms(True)  # cuDNN's included
+        torch.use_deterministic_algorithms(True, warn_only=only_warn)  # cuDNN's included
         torch.backends.cudnn.benchmark = False  # benchmarking may choose another algorithm in another run
 
 

@@ -143,6 +143,7 @@ class CheckpointWriter:
     ) -> None:
         try:
             if copied is not None:
+                torch.cuda.set_device(copied.device)  # a new thread has device 0, where its wait would make a context
                 copied.synchronize()
             if own or rank == 0:  # rank 0 waits for no rank without files, and may have renamed the folder by now
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -178,13 +178,19 @@ class Exchange:
         """Send one element to, and receive one from, each rank that this one exchanges messages with.
 
         NCCL connects a pair of ranks at its first use and blocks until both sides have called. So all ranks go through
-        their pairs in the same order, before any receive is posted ahead of its send.
+        their pairs in the same order, before any receive is posted ahead of its send: first the pairs whose lower
+        pipeline device is even, then the others, so that a pipeline does not connect one pair after the other.
         """
         this = dist.get_rank()
         sends = {m for step in program.steps for m in step.sends if not self._is_local(m)}
         pairs = {(this, peer) for message in sends for peer in self._route(message)}
         pairs |= {(peer, this) for step in program.steps for message in step.posts for peer in self._route(message)}
-        for source, target in sorted(pairs, key=lambda pair: (min(pair), max(pair), pair)):
+        device_of_rank = {rank: device for device, ranks in enumerate(self._ranks_of) for rank in ranks}
+
+        def order(pair: tuple[int, int]) -> tuple:
+            return min(device_of_rank[rank] for rank in pair) % 2, min(pair), max(pair), pair
+
+        for source, target in sorted(pairs, key=order):
             element = torch.zeros(1, device=self._device)
             group = self._group(source, target)
             what = f"a connection from {THIS_RANK.name(source)} to {THIS_RANK.name(target)}"

@@ -41,6 +41,9 @@ class PendingCopy(Protocol):
 class PinnedMemory(Protocol):
     """Host memory from which a device copies without the host."""
 
+    def begin_thread(self) -> None:
+        """A thread that uses this memory calls this first."""
+
     def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """An empty host tensor with the shape and type of ``tensor``, which the device can read."""
 
@@ -53,6 +56,9 @@ class CudaPinnedMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    def begin_thread(self) -> None:
+        torch.cuda.set_device(self._device)  # a new thread has device 0, where its first wait would make a context
 
     def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, pin_memory=True)
@@ -163,7 +169,7 @@ class _Prefetcher:
         ended = Event()
         self.end = weakref.finalize(self, _end, ended, self._free)
         # The thread must not refer to this object, because it ends when this object is collected.
-        work = (_endless(needs, iterations), make, self._free, self._made, ended)
+        work = (memory, _endless(needs, iterations), make, self._free, self._made, ended)
         Thread(target=_prefetch, args=work, name="inputs", daemon=True).start()
 
     def take(self, need: Need) -> Reading:
@@ -179,6 +185,7 @@ class _Prefetcher:
 
 
 def _prefetch(
+    memory: PinnedMemory,
     needs: Iterable[Need],
     make: Make,
     free: SimpleQueue[_Buffers | None],
@@ -186,6 +193,7 @@ def _prefetch(
     ended: Event,
 ) -> None:
     try:
+        memory.begin_thread()
         for need in needs:
             buffers = free.get()
             if ended.is_set():

@@ -26,7 +26,7 @@ class _Queued:
     """An operation that the device, as far as the process knows, has not completed."""
 
     at: str
-    waits: list[tuple[dist.Work, str]]  # each with its name for errors
+    waits: list[tuple[torch.cuda.Event, str]]  # the arrivals that it waits for, each with its name for errors
     end: torch.cuda.Event
 
 
@@ -38,7 +38,7 @@ class RunAhead:
         self.timeout_s = timeout_s
         self.observer: StepObserver | None = None  # is told of each operation and of each wait for other ranks
         self._at = ""
-        self._waits: list[tuple[dist.Work, str]] = []  # waits of the operation that is being queued
+        self._waits: list[tuple[torch.cuda.Event, str]] = []  # waits of the operation that is being queued
         self._queued: deque[_Queued] = deque()
 
     def begin(self, at: str) -> None:
@@ -64,7 +64,10 @@ class RunAhead:
     def _wait(self, work: dist.Work, what: str) -> None:
         if self._has_queue:
             work.wait()
-            self._waits.append((work, what))
+            # An event behind the wait, not the Work: a Work of NCCL owns the tensors of its result.
+            arrived = torch.cuda.Event()
+            arrived.record()
+            self._waits.append((arrived, what))
         else:
             wait(work, timeout_s=self.timeout_s, what=what)
 
@@ -87,7 +90,7 @@ class RunAhead:
         while len(self._queued) > remaining:
             first = self._queued[0]
             THIS_RANK.set_phase(first.at)
-            for work, what in first.waits:
-                poll(work.is_completed, timeout_s=self.timeout_s, what=what)
+            for arrived, what in first.waits:
+                poll(arrived.query, timeout_s=self.timeout_s, what=what)
             poll(first.end.query, timeout_s=self.timeout_s, what="its device to compute")
             self._queued.popleft()

@@ -3,12 +3,14 @@
 Each is made once, in another process, if the model is small enough.
 """
 
+import signal
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from math import prod
 from typing import TYPE_CHECKING
 
 from auto3d.capture.graph import Graph
+from auto3d.errors import InputError
 from auto3d.plan import SUB_PIPELINED, Plan
 from auto3d.runtime.measurement import Status
 from auto3d.schedule import samples_at_once
@@ -19,6 +21,7 @@ from launch.model.identity import cache_of, identity_of
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
 from launch.run.devices import torch_has_cuda, visible_devices
+from launch.run.diagnosis import Ending
 
 if TYPE_CHECKING:
     from auto3d.capture.model import CapturedModel
@@ -56,7 +59,8 @@ def is_checked(recipe: LoadedRecipe, graph: Graph, plan: Plan | None = None) -> 
 def check(recipe: LoadedRecipe, captured: "CapturedModel") -> str:
     """Compare ``captured`` with the eager module; returns one line: what was compared, or why nothing was.
 
-    Raises InputError if the two differ. If the check cannot run, for example for lack of memory, the line says so.
+    Raises InputError if the two differ or the comparison crashes. If the check cannot run, for example for lack of
+    memory, the line says so.
     """
     return _check(recipe, captured.graph, lambda: captured)
 
@@ -74,6 +78,11 @@ def _check(
         outcome = compare_on_gpu(recipe, graph.micro_batch_size, plan, timeout_s=TIMEOUT_S)
     else:
         outcome = compare_forked(recipe, captured(), plan, timeout_s=TIMEOUT_S)
+    if outcome.ending in (Ending.ABORTED, Ending.DIED) and signal.SIGKILL.name not in outcome.error:
+        raise InputError(
+            f"{_described(graph)} crashed when it was compared with {_other(plan)}: {outcome.error.splitlines()[-1]}; "
+            "it would crash in training too; to try that all the same: training.check_capture=false"
+        )
     if outcome.status is not Status.OK:
         return _not_compared(graph, f"{outcome.status}, {outcome.error.splitlines()[-1]}", plan)
     cache_of(recipe).store(_identity(recipe, graph, plan), {"equal": True})

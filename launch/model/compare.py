@@ -10,6 +10,7 @@ import torch
 from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan
+from auto3d.runtime.arithmetic import set_arithmetic
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.replicas import rank_program
 from auto3d.runtime.verify import check_against_eager
@@ -18,6 +19,7 @@ from auto3d.runtime.verify_slices import check_slices
 from launch.model.build import captured_model
 from launch.model.data import training_data
 from launch.recipe.load import LoadedRecipe
+from launch.run.diagnosis import Ending
 from launch.run.ranks import Outcome, die_with_parent, run_ranks
 from launch.run.streams import stdout_to_stderr
 
@@ -68,7 +70,10 @@ def compare_on_gpu(
         refused, status, error = here.recv()
     except EOFError:
         process.join()
-        return Outcome(Status.FAILED, error=f"its process ended with exit code {process.exitcode}")
+        code = process.exitcode
+        assert code is not None
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return Outcome(Status.FAILED, error=f"its process {how}", ending=Ending.DIED)
     finally:
         process.kill()
         process.join()
@@ -82,6 +87,8 @@ def _compare(pipe: Connection, recipe: LoadedRecipe, micro_batch_size: int, plan
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     on = torch.device("cuda", 0)
+    # The backward of flash attention, among others, adds in an order that changes: two equal runs would differ.
+    set_arithmetic(on, tf32=False, deterministic=True, only_warn=True)
     try:
         with stdout_to_stderr():
             _compare_here(recipe, captured_model(recipe, micro_batch_size), plan, on)

@@ -130,6 +130,7 @@ def parameters(recipe: LoadedRecipe, *, nodes: int, name: str, training: bool) -
         "array_parallelism": launch.array_throttle,
         "additional_parameters": additional,
         "srun_args": srun,
+        "wckey": None,  # submitit's is "submitit", which a cluster that enforces such keys refuses
         **({"exclusive": True} if launch.exclusive else {}),
         **({"setup": list(launch.setup)} if launch.setup else {}),
         **({"teardown": list(launch.teardown)} if launch.teardown else {}),

@@ -16,6 +16,9 @@ from tests.soak import soak
 class OwnMemory:
     """The memory of a CPU, treated like that of another device."""
 
+    def begin_thread(self) -> None:
+        pass
+
     def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from graphlib import TopologicalSorter
 from multiprocessing import get_context
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -101,16 +102,16 @@ SAMPLE: dict[str, Callable[[], Made]] = {
 }
 
 
-def captured_for_gpus(*arguments: object, precision: str = "float32") -> CapturedModel:
+def captured_for_gpus(*arguments: Any, **others: Any) -> CapturedModel:
     """``capture`` as on a node whose torch was built with CUDA."""
     with patch.object(torch.backends.cuda, "is_built", lambda: True):
-        return capture(*arguments, device="cuda", precision=precision)
+        return capture(*arguments, **others)
 
 
 def begin() -> None:
     torch.set_num_threads(1)
     fake_gpu.install()
-    models.capture = captured_for_gpus  # this process only tests GPUs
+    models.DEVICE, models.capture = "cuda", captured_for_gpus  # this process only tests GPUs
     SameSamples.check = lambda *_, **__: None  # a rank that runs alone gets sums of its own
 
 

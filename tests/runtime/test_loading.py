@@ -41,6 +41,9 @@ class LateMemory:
         self.pinned: list[torch.Tensor] = []
         self.queued: list[LateCopy] = []
 
+    def begin_thread(self) -> None:
+        pass
+
     def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
         self.pinned.append(torch.empty_like(tensor))
         return self.pinned[-1]

@@ -1,5 +1,6 @@
 """How far a process runs ahead of its device. The test decides when the device's operations end."""
 
+import weakref
 from collections.abc import Iterator
 from threading import Thread
 
@@ -18,14 +19,10 @@ class FakeWork:
     """Work of an NCCL group: waiting for it does not block the process."""
 
     def __init__(self) -> None:
-        self.done = False
         self.waited_for = False
 
     def wait(self) -> None:
         self.waited_for = True
-
-    def is_completed(self) -> bool:
-        return self.done
 
 
 class FakeEvent:
@@ -41,6 +38,7 @@ class FakeEvent:
 
 @pytest.fixture
 def events(monkeypatch) -> Iterator[list[FakeEvent]]:
+    """The events that are recorded: behind each wait of an operation, and at its end."""
     made: list[FakeEvent] = []
 
     def make() -> FakeEvent:
@@ -81,10 +79,10 @@ def test_an_operation_that_does_not_end_is_reported_with_the_message_that_it_lac
     """Not with the message that the process would wait for next, because its device has not got that far."""
     ahead = RunAhead(GPU, timeout_s=0.2)
     there, lacking, later = FakeWork(), FakeWork(), FakeWork()
-    there.done = True
     queue(ahead, "in iteration 1 at F0", (there, "the first"), (lacking, "activations for F0@1 from stage 0"))
     queue(ahead, "in iteration 1 at F1", (later, "activations for F1@1 from stage 0"))
     assert lacking.waited_for, "the device's queue waits for it"
+    events[0].done = True  # the first has arrived
     with pytest.raises(WaitTimeoutError) as caught:
         ahead.catch_up()
     assert "in iteration 1 at F0, waited 0.2 s for activations for F0@1 from stage 0" in str(caught.value)
@@ -103,15 +101,20 @@ def test_time_in_the_queue_does_not_count(events, monkeypatch):
     monkeypatch.setattr("auto3d.runtime.waiting.monotonic", lambda: now[0])
     monkeypatch.setattr("auto3d.runtime.waiting.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     ahead = RunAhead(GPU, timeout_s=1.0)
-    first, second = FakeWork(), FakeWork()
-    queue(ahead, "at F0", (first, "the first message"))
-    queue(ahead, "at F1", (second, "the second message"))
-
-    def is_completed_at(work: FakeWork, time_s: float) -> None:
-        work.is_completed = lambda: now[0] >= time_s
-
-    is_completed_at(first, 0.9)
-    is_completed_at(second, 1.8)
-    monkeypatch.setattr(FakeEvent, "query", lambda event: now[0] >= 0.9)
+    queue(ahead, "at F0", (FakeWork(), "the first message"))
+    queue(ahead, "at F1", (FakeWork(), "the second message"))
+    for event, time_s in zip(events, (0.9, 0.9, 1.8, 1.8), strict=True):
+        monkeypatch.setattr(event, "query", lambda time_s=time_s: now[0] >= time_s)
+    monkeypatch.setattr(FakeEvent, "query", lambda event: now[0] >= 1.8)
     ahead.catch_up()
     assert now[0] >= 1.8
+
+
+def test_what_has_been_waited_for_is_let_go(events):
+    """A Work of NCCL owns the tensors of its result, which are larger than all else under sequence parallelism."""
+    ahead = RunAhead(GPU, timeout_s=30)
+    work = FakeWork()
+    held = weakref.ref(work)
+    queue(ahead, "at F0", (work, "a sum"))
+    del work
+    assert held() is None
