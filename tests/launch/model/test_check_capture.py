@@ -68,8 +68,9 @@ def test_what_is_too_large_is_not_run_and_that_is_said(folder, auto3d, monkeypat
 @pytest.mark.parametrize("name", ["SIGABRT", "SIGSEGV"])
 def test_a_comparison_that_crashes_trains_nothing(folder, auto3d, name):
     """A kernel that ends the process would end the training too."""
-    crash = f"def forward(self, x, y):\n        if not is_compiling():\n            signal.raise_signal(signal.{name})\n"
-    source = (folder / "mine.py").read_text().replace("def forward(self, x, y):\n", crash)
+    crash = f"        if not is_compiling():\n            signal.raise_signal(signal.{name})\n"
+    begin = "def forward(self, x, y):\n"
+    source = (folder / "mine.py").read_text().replace(begin, begin + crash)
     (folder / "mine.py").write_text(f"import signal\nfrom torch.compiler import is_compiling\n{source}")
     error = auto3d(*TRAIN, code=2).err
     assert "crashed when it was compared with the eager module" in error
