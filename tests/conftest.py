@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from launch.run.devices import hide_devices
 from tests import workers
 from tests.processes import ProcessPool
 
@@ -18,6 +19,7 @@ for name in [name for name in os.environ if name.startswith("SLURM_")]:  # a clu
     del os.environ[name]
 gc.disable()  # until all tests are collected: what is imported stays
 torch.set_num_threads(1)  # before anything runs: the pool forks this process
+hide_devices()  # as every process does that forks ranks for CPUs
 transformers.logging.set_verbosity_error()
 hypothesis.settings.register_profile(  # other workers of `make test` make an example slow
     "auto3d", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
