@@ -6,7 +6,7 @@ executes the user's forward and, through autograd, the user's backward.
 
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -28,9 +28,10 @@ from torch.utils.checkpoint import CheckpointFunction
 from auto3d.capture.errors import CaptureError, calling_line, error_line, node_line
 from auto3d.capture.nodes import args_of
 
-_BASE = (
-    torch.autograd.function._SingleLevelFunction
-)  # Function.apply calls the apply of this class, even if it was bound earlier
+_BASE = torch.autograd.function._SingleLevelFunction
+# Up to torch 2.13, Function.apply calls the apply of this class, even if it was bound earlier. From 2.14 on, Function
+# has an apply in C, which calls nothing of Python's but the Function's forward.
+_CALLS_BASE = isinstance(vars(torch.autograd.Function)["apply"], classmethod)
 _RECORDED = custom_ops._call_custom_autograd_function_in_pre_dispatch  # target that torch.export accepts for a call
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, type(None))
 WAY_OUT = "write it with PyTorch's own operators there"
@@ -80,8 +81,9 @@ class AutogradFunctions:
             raise _refusal(function, "is called inside torch.func or torch.vmap")
 
         with (
-            patch.object(_BASE, "apply", classmethod(apply), create=True),
+            patch.object(_BASE if _CALLS_BASE else torch.autograd.Function, "apply", classmethod(apply), create=True),
             patch.object(torch.autograd.function, "custom_function_call", transformed),
+            nullcontext() if _CALLS_BASE else self._recorded_if_bound_earlier(),
         ):
             yield
 
@@ -91,6 +93,34 @@ class AutogradFunctions:
             if isinstance(region, fx.GraphModule):
                 for node in region.graph.find_nodes(op="call_function", target=_RECORDED):
                     _replace_call(region.graph, node, self.applied[int(node.args[0])])
+
+    @contextmanager
+    def _recorded_if_bound_earlier(self) -> Iterator[None]:
+        """Record calls by an ``apply`` that was taken from its Function before, such as f = F.apply.
+
+        Raises CaptureError for a Function with a ``setup_context``, whose forward could also have been called directly.
+        """
+
+        def attribute(function: type[torch.autograd.Function], name: str) -> Any:
+            found = type.__getattribute__(function, name)
+            if name != "forward" or get_proxy_mode() is None or function.__module__ == CheckpointFunction.__module__:
+                return found
+
+            def forward(*args: Any) -> Any:
+                context = args[0] if args else None
+                if isinstance(context, torch.autograd.function.BackwardCFunction):
+                    return self._record(function, args[1:], {}, lambda *tensors: found(context, *tensors))
+                if torch.autograd.function._is_setup_context_defined(function.setup_context):
+                    name = function.__name__
+                    raise _refusal(
+                        function, f"is called by an apply that was taken from it before, not as {name}.apply"
+                    )
+                return found(*args)
+
+            return forward
+
+        with patch.object(torch.autograd.function.FunctionMeta, "__getattribute__", attribute, create=True):
+            yield
 
     def _record(self, function: type, args: tuple, kwargs: dict, original: Callable) -> Any:
         if kwargs:
