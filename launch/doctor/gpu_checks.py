@@ -21,6 +21,9 @@ _WAIT_WORDS = (
     "did not meet",
     "not done",
 )  # words that only errors about waits contain
+# CUDA's release notes, "CUDA Toolkit and Minimum Required NVIDIA Driver Version for CUDA Minor Version Compatibility"
+_LEAST_DRIVER = {"11": 450, "12": 525, "13": 580}
+_OTHER_TORCH = "set up another build of torch (docs/install.md): make setup TORCH='torch==… --index-url …'"
 _TURNED_OFF = ("", "0")  # values that switch such a setting off
 
 
@@ -42,6 +45,8 @@ def gpu_check(title: str, machine: Machine, *, needed: bool) -> Check:
     if errors:
         findings.append(f"uncorrected ECC errors: {', '.join(faulty) or '0'}")
     summary = ", ".join(findings)
+    if problem := _not_for_this_torch(machine):
+        return Check(Verdict.ERROR if needed else Verdict.WARNING, title, f"{summary}; {problem}", _OTHER_TORCH)
     if faulty:
         advice = f"exclude {machine.host} with launch.exclude, and look at `nvidia-smi -q -d ECC` there"
         return Check(Verdict.WARNING, title, summary, advice)
@@ -49,6 +54,34 @@ def gpu_check(title: str, machine: Machine, *, needed: bool) -> Check:
         advice = "NCCL cannot connect two MIG devices of one GPU: request whole GPUs, or one GPU per rank"
         return Check(Verdict.WARNING, title, summary, advice)
     return Check(Verdict.OK, title, summary)
+
+
+def runs_on(architectures: Sequence[str], capability: str) -> bool:
+    """Whether a torch that was built for ``architectures`` runs on a GPU of this compute capability, such as 8.6.
+
+    Machine code runs on capabilities with the same first number that are not lower; code to compile on all that are
+    not lower (CUDA's programming guide, "Binary compatibility" and "PTX compatibility").
+    """
+    first, second = map(int, capability.split("."))
+    for name in architectures:
+        kind, _, digits = name.rstrip("af").partition("_")
+        built = int(digits[:-1]), int(digits[-1])
+        if built <= (first, second) and (kind == "compute" or built[0] == first):
+            return True
+    return False
+
+
+def _not_for_this_torch(machine: Machine) -> str:
+    """Why this torch cannot use a GPU of ``machine``, by its compute capability or its driver; empty if it can."""
+    for capability in dict.fromkeys(gpu.capability for gpu in machine.gpus if gpu.capability):
+        if machine.architectures and not runs_on(machine.architectures, capability):
+            return f"this torch has kernels for {', '.join(machine.architectures)}, and none for {capability}"
+    cuda = machine.cuda.partition(".")[0]
+    for driver in dict.fromkeys(gpu.driver for gpu in machine.gpus):
+        number = driver.partition(".")[0]
+        if cuda in _LEAST_DRIVER and number.isdecimal() and int(number) < _LEAST_DRIVER[cuda]:
+            return f"CUDA {machine.cuda} needs a driver of {_LEAST_DRIVER[cuda]} or later"
+    return ""
 
 
 def same_libraries(machines: Sequence[Machine]) -> Check:

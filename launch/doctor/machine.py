@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from launch.run.devices import torch_device_count
 
-PACKAGES = ("torch", "transformers", "deepspeed", "submitit", "mpi4py")
+PACKAGES = ("transformers", "deepspeed", "submitit", "mpi4py")
 COMMAND_S = 30.0  # limit of each command that is run here
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 VARIABLES = (
@@ -83,6 +83,7 @@ class Machine:
     host: str
     versions: dict[str, str]  # version of Python and of each package; empty: not installed
     cuda: str  # CUDA version that torch was built with; empty: torch has no CUDA
+    architectures: tuple[str, ...]  # those that torch has kernels for, such as sm_80, or code to compile, compute_120
     nccl: str  # NCCL version that torch loads; empty: torch has no NCCL
     cores: int  # number of cores that this process may use
     gpus: list[GpuReport]
@@ -105,8 +106,10 @@ class Machine:
 def this_machine() -> Machine:
     return Machine(
         host=socket.gethostname(),
-        versions={"python": platform.python_version()} | {package: _version(package) for package in PACKAGES},
+        versions={"python": platform.python_version(), "torch": str(torch.__version__)}
+        | {package: _version(package) for package in PACKAGES},
         cuda=torch.version.cuda or "",
+        architectures=_architectures(),
         nccl=_nccl(),
         cores=len(os.sched_getaffinity(0)),
         gpus=_gpus(),
@@ -136,6 +139,12 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+def _architectures() -> tuple[str, ...]:
+    if not torch.backends.cuda.is_built():
+        return ()
+    return tuple((torch._C._cuda_getArchFlags() or "").split())  # torch.cuda.get_arch_list asks for a driver first
 
 
 def _nccl() -> str:

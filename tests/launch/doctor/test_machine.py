@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from launch.doctor.gpu_checks import gpu_check, same_libraries, variable_check
+from launch.doctor.gpu_checks import gpu_check, runs_on, same_libraries, variable_check
 from launch.doctor.machine import GpuReport, this_machine
 from launch.doctor.report import Verdict
 
@@ -67,6 +67,43 @@ def test_nodes_with_different_libraries_are_reported(change, verdict, words):
     check = same_libraries([first, replace(first, host="n2", **change)])
     assert (check.verdict, check.found) == (verdict, words)
     assert bool(check.advice) == (verdict is not Verdict.OK)
+
+
+OF_2_13 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")  # architectures of the wheel on PyPI
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "runs"),
+    [
+        (OF_2_13, "7.0", False),  # V100
+        (OF_2_13, "6.0", False),  # P100
+        (OF_2_13, "8.9", True),  # L4: machine code for 8.6 runs on it
+        (OF_2_13, "9.0", True),
+        (OF_2_13, "11.0", False),
+        ((*OF_2_13, "compute_100"), "11.0", True),  # compiled when it is loaded
+        (("sm_86",), "8.0", False),
+        (("sm_90a",), "9.0", True),
+        (("sm_90a",), "10.0", False),
+    ],
+)
+def test_the_gpus_on_which_a_build_of_torch_runs(architectures, capability, runs):
+    assert runs_on(architectures, capability) == runs
+    gpu = replace(GPU, capability=capability, driver="580.65.06")
+    machine = replace(this_machine(), gpus=[gpu], cuda="13.0", architectures=architectures)
+    check = gpu_check("gpus", machine, needed=True)
+    assert (check.verdict is Verdict.ERROR) == (not runs)
+    assert runs or (f"none for {capability}" in check.found and "TORCH=" in check.advice)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "least"), [("13.0", "550.54.15", 580), ("12.8", "470.1", 525), ("12.8", "535.1", 0)]
+)
+def test_a_driver_that_is_too_old_for_torch_is_an_error(cuda, driver, least):
+    machine = replace(this_machine(), gpus=[replace(GPU, driver=driver)], cuda=cuda, architectures=OF_2_13)
+    check = gpu_check("gpus", machine, needed=True)
+    assert (check.verdict is Verdict.ERROR) == bool(least)
+    assert not least or f"CUDA {cuda} needs a driver of {least} or later" in check.found
+    assert gpu_check("gpus", machine, needed=False).verdict is (Verdict.WARNING if least else Verdict.OK)
 
 
 def test_mig_is_a_warning_only_if_ranks_need_the_gpus():
