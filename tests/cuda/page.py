@@ -87,8 +87,8 @@ GPT-2 of 124 million parameters in bfloat16, 32 sequences of 1,024 tokens per it
 at micro-batches of 1 and 4 the host is the slower part, and its speed differs between machines. *peak*: bytes of live
 tensors; *on the device*: with all that torch's allocator holds, CUDA's context and NCCL's buffers. The predictions are
 from before anything was measured on the machine: `recipes/accelerators/H100-80GB.yaml` describes another system's host,
-which launches operations more slowly, and nothing says there that products with a vocabulary of 50,257, which 8 does not
-divide, are slow.
+which launches operations more slowly, and nothing there says that products with a vocabulary of 50,257, which 8 does
+not divide, are slow.
 
 {training}
 
