@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from auto3d.capture.model import CapturedModel
 from auto3d.cluster import place_ranks
 from auto3d.partition.methods.uniform import uniform
-from auto3d.plan import Plan
+from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan
 from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.settings import OptimizerSettings
 from auto3d.schedule import SCHEDULES, build_schedule
@@ -37,6 +37,7 @@ class Cell:
     dp: int = 1
     tp: int = 1
     sequence_parallel: bool = False
+    sub_pipelined: bool = False  # two halves of each micro-batch take turns
     shard_optimizer: bool = False
     replicas: tuple[int, ...] = ()  # copies of each pipeline device's stages in one pipeline; empty: one
 
@@ -50,6 +51,7 @@ class Cell:
         parts += [f"{self.slices} slices"] if self.slices > 1 else []
         parts += [] if self.recompute is None else [f"recompute keeping {self.recompute}"]
         parts += [f"replicas {'+'.join(map(str, self.replicas))}"] if self.replicas else []
+        parts += ["sub-pipelined"] * self.sub_pipelined
         parts += ["sequence-parallel"] * self.sequence_parallel + ["ZeRO-1"] * self.shard_optimizer
         return ", ".join(parts)
 
@@ -91,6 +93,8 @@ def grid() -> Iterator[Cell]:
         yield Cell(model=model, pp=2, dp=2, shard_optimizer=True)
         for sequence_parallel in (False, True):
             yield Cell(model=model, pp=2, tp=2, sequence_parallel=sequence_parallel)
+            yield Cell(model=model, pp=1, tp=2, sequence_parallel=sequence_parallel, sub_pipelined=True)
+        yield Cell(model=model, schedule="1f1b", pp=2, tp=2, recompute=0.0, sub_pipelined=True)
         yield Cell(model=model, schedule="zb-h1", pp=2, tp=2)
         yield Cell(model=model, schedule="1f1b", pp=2, tp=2, recompute=0.0)
         for replicas in ((2, 1), (1, 2)):
@@ -133,6 +137,7 @@ def plan_of(cell: Cell) -> Plan:
         stages=uniform(graph, schedule.stages),
         sequence_parallel=cell.sequence_parallel,
         shard_optimizer=cell.shard_optimizer,
+        tensor_overlap=SUB_PIPELINED if cell.sub_pipelined else NO_OVERLAP,
     )
     if cell.recompute:
         plan = kept_fractions_of(graph, plan).plan(cell.recompute)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.fx.graph import _BoxedCodeGen
 
 from auto3d.capture.loss_terms import ScaledTerm, TargetTerm
 from auto3d.capture.model import CapturedModel
@@ -87,7 +88,10 @@ class _Enter(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True)
 class _RunnablePiece:
-    """A piece with its module, which takes ``state`` and then ``takes``."""
+    """A piece with its module, which takes a list of ``state`` and then ``takes``, and empties it.
+
+    So a value is freed at its last use in the module, as in the program of a whole micro-batch.
+    """
 
     module: nn.Module
     state: Sequence[str]
@@ -200,6 +204,8 @@ class SubPipelinedStage:
                 derived=derived,
                 targets=self._targets,
             )
+            module.graph.set_codegen(_BoxedCodeGen())
+            module.recompile()
             return _RunnablePiece(module=module, state=state, takes=takes, gives=turn.segment.gives)
 
         if not recompute:
@@ -323,7 +329,9 @@ class SubPipelinedStage:
             if isinstance(turn, _RunnableHandover):
                 values[turn.gives[0]] = turn.forward(values[turn.takes[0]])
             else:
-                outputs = turn.module(*(state[name] for name in turn.state), *map(entering, turn.takes))
+                arguments = [*(state[name] for name in turn.state), *map(entering, turn.takes)]
+                values.drop([name for name in names if name in turn.takes])
+                outputs = turn.module(arguments)
                 if keep:
                     in_flight.made[id(turn)] = [
                         (name, get_gradient_edge(output))

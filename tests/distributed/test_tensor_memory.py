@@ -1,4 +1,4 @@
-"""No rank of a tensor-parallel group ever holds a whole weight that is split, not even while it makes the weights."""
+"""Memory of the ranks of a tensor-parallel group: what they hold of split weights and of halves of micro-batches."""
 
 import ctypes
 from dataclasses import replace
@@ -20,8 +20,10 @@ from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.world import World, join, leave
 from auto3d.tensor.model import tensor_parallel
 from tests.distributed.parity import CPU, SGD
+from tests.memory_grid import Cell, compare
 from tests.models import TOKENS
 from tests.processes import ProcessPool
+from tests.soak import soak
 
 M_MMAP_THRESHOLD = -3  # mallopt(3): allocations from this size on get separate pages
 COPIES = 2  # weights and gradients: the optimizer keeps nothing
@@ -96,3 +98,14 @@ def test_peak_memory_is_the_share_of_what_is_split_and_what_is_whole():
         share = COPIES * (split / tp + total - split)
         for peak in peaks[tp]:
             assert share < peak < share + 2 * largest + SLACK, f"tp {tp}"
+
+
+@pytest.mark.parametrize("cell", [
+    Cell(model="gpt2-wide", pp=1, tp=2, sub_pipelined=True),
+    Cell(model="llama-wide", pp=1, tp=2, sub_pipelined=True, sequence_parallel=True),
+    *soak(Cell(model="t5-wide", pp=2, tp=2, sub_pipelined=True, recompute=0.0)),
+], ids=str)  # fmt: skip
+def test_halves_of_a_micro_batch_take_no_more_than_is_predicted_for_the_whole(processes, cell):
+    """A piece of a stage that joins the halves must let go of each once it has used it."""
+    for each in compare(processes, cell):
+        assert each.error > -0.01, f"{each.error:.1%} at {each.peak.at}"
