@@ -137,7 +137,7 @@ def _compile(stages: Mapping[PipeStage, RunnableStage], world: World, device: to
     for stage in stages.values():
         assert isinstance(stage, StageModule), "other stages are not compiled"
         stage.warm_up(device)
-    everyone = new_group(range(world.size), COMPILE_TIMEOUT_S, device=device)
+    everyone = new_group(range(world.size), COMPILE_TIMEOUT_S, device=device, numbers=True)
     connect(everyone, device=device, what="all ranks, each with its stages compiled", timeout_s=COMPILE_TIMEOUT_S)
 
 
@@ -198,7 +198,7 @@ def build_rank(
     backend = _backend(settings, device, run_ahead, state, loss_scale)
     # From here on process groups are made, in the same order on every rank, and connected at once: NCCL blocks at the
     # first use of a group until its other ranks use it, which must not happen between messages. First, all ranks.
-    everyone = new_group(range(world.size), timeout_s, device=device)
+    everyone = new_group(range(world.size), timeout_s, device=device, numbers=True)
     connect(everyone, device=device, what="all ranks", timeout_s=timeout_s)
     # Second, the groups for messages.
     exchange = backend.exchange(layout, programs[0])

@@ -85,11 +85,12 @@ def join(world: World, *, device: torch.device, timeout_s: float, collectives_on
 
 
 def new_group(
-    ranks: Sequence[int], timeout_s: float, *, device: torch.device, messages: bool = False
+    ranks: Sequence[int], timeout_s: float, *, device: torch.device, messages: bool = False, numbers: bool = False
 ) -> dist.ProcessGroup:
     """A process group of ``ranks`` for tensors on ``device``; all ranks of the world must call it.
 
-    A group for ``messages`` between stages occupies little of a GPU, and its kernels have priority over compute.
+    A group for ``messages`` between stages occupies little of a GPU, and its kernels have priority over compute. A
+    group that only adds up a few ``numbers`` has one channel of NCCL, since its memory grows with its channels.
     """
     with waiting_for(f"a process group of ranks {', '.join(map(str, ranks))}", timeout_s):
         if device.type != "cuda":
@@ -98,6 +99,8 @@ def new_group(
         options._timeout = timedelta(seconds=NCCL_TIMEOUT_S)  # the same as below: new_group warns if they differ
         if messages:
             options.config.max_ctas = MESSAGE_CHANNELS
+        elif numbers:
+            options.config.max_ctas = 1
         dist.barrier()  # new_group also waits for all ranks, but with the group's long time-out
         return dist.new_group(ranks, timeout=options._timeout, backend="nccl", pg_options=options)
 
