@@ -1,6 +1,7 @@
 """Each row of README's table "What there is" is true: its names exist, its figures are those of a file in results/."""
 
 import difflib
+import json
 import re
 from collections.abc import Callable
 from functools import cache
@@ -221,8 +222,11 @@ def _(state: str, processes: Any) -> None:
 
 @row("devices")
 def _(state: str, processes: Any) -> None:
-    pages = [file for file in (ROOT / "results").rglob("*.md") if re.search(r"; on [^;]*: cuda \(", file.read_text())]
-    assert bool(pages) != ("CUDA with NCCL has not been run yet" in state), "a result was measured on a GPU"
+    records = [json.loads(line) for line in result("cuda/parity.jsonl").splitlines()]
+    assert {each["verdict"] for each in records} <= {"right", "failed"}, "a plan on a GPU was wrong"
+    assert max(each["ranks"] for each in records if each["verdict"] == "right") == 4
+    assert "On an H100, plans of up to four ranks" in state
+    assert "H100" in result("cuda/README.md").partition("## Parity")[0]
 
 
 @pytest.mark.parametrize("feature", ROWS)
