@@ -19,7 +19,7 @@ for name in [name for name in os.environ if name.startswith("SLURM_")]:  # a clu
     del os.environ[name]
 gc.disable()  # until all tests are collected: what is imported stays
 torch.set_num_threads(1)  # before anything runs: the pool forks this process
-hide_devices()  # as every process does that forks ranks for CPUs
+hide_devices()  # the pool forks ranks for CPUs
 transformers.logging.set_verbosity_error()
 hypothesis.settings.register_profile(  # other workers of `make test` make an example slow
     "auto3d", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

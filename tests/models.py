@@ -317,7 +317,7 @@ def precision_of(model: str) -> str:
     return LOW_PRECISION[model][1] if model in LOW_PRECISION else "float32"
 
 
-DEVICE = os.environ.get("AUTO3D_TEST_DEVICE", "cpu")  # what models are captured for; tests/cuda sets it
+DEVICE = os.environ.get("AUTO3D_TEST_DEVICE", "cpu")  # the device that models are captured for; tests/cuda sets it
 _captured: list[CapturedModel] = []
 
 

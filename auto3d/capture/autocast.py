@@ -74,7 +74,7 @@ class Rewriting:
     """How an operator computes without automatic mixed precision what it computes with it."""
 
     casts: Mapping[fx.Node, torch.dtype]  # argument -> the dtype to which it is cast
-    dtype: torch.dtype | None = None  # what the operator gets as its argument ``dtype``, if autocast sets that
+    dtype: torch.dtype | None = None  # the operator's argument ``dtype``, if autocast sets it
 
 
 class Autocast:

@@ -43,10 +43,7 @@ def inline_regions(
     for node in [node for node in program.nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]:
         with program.inserting_before(node):
             results = inliner.inline(node, {argument: argument for argument in node.all_input_nodes}, module, precision)
-        for user in list(node.users):  # each user takes one result of the region
-            user.replace_all_uses_with(results[user.args[1]])
-            program.erase_node(user)
-        program.erase_node(node)
+        _replace_results(node, results)
     for node in program.find_nodes(op="get_attr"):
         program.erase_node(node)
     _batch(program, mode)
@@ -184,13 +181,19 @@ class _Inliner:
         if isinstance(output, fx.Node):
             results = made[output]
             node.replace_all_uses_with(results)
+            self._program.erase_node(node)
         else:
             results = tuple(made[each] for each in output)
-            for user in list(node.users):
-                user.replace_all_uses_with(results[args_of(user)[1]])
-                self._program.erase_node(user)
-        self._program.erase_node(node)
+            _replace_results(node, results)
         return results
+
+
+def _replace_results(node: fx.Node, results: tuple[fx.Node, ...]) -> None:
+    """Replace ``node`` by its ``results``, of which each user takes one."""
+    for user in list(node.users):
+        user.replace_all_uses_with(results[args_of(user)[1]])
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
 
 
 _VMAP_BEGINS, _VMAP_ENDS = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
