@@ -45,6 +45,10 @@ class Environment:
             text += f", TF32 {'on' if self.tf32 else 'off'}"
         return text + (", deterministic algorithms" if self.deterministic else "")
 
+    @property
+    def computer_and_software(self) -> str:
+        return f"{self.computer}, torch {self.torch}, transformers {self.transformers}, Python {self.python}"
+
     @staticmethod
     def here(device: str, *, cores: int | None = None) -> "Environment":
         """The environment of this process, which has computed on ``device``.

@@ -161,10 +161,7 @@ def provenance(results: Results) -> str:
     text += _figures(results)
     environments = {one.environment for one in results.measurements if one.environment}
     for environment in sorted(environments, key=lambda one: (one.host, str(one))):
-        text += (
-            f"; on {environment.host}: {environment.computer}, torch {environment.torch}, "
-            f"transformers {environment.transformers}, Python {environment.python}"
-        )
+        text += f"; on {environment.host}: {environment.computer_and_software}"
     days = sorted({one.finished[:10] for one in results.measurements if one.finished})
     text += f"; {' to '.join(dict.fromkeys([days[0], days[-1]]))}" if days else ""
     if others := sorted({one.engine_version for one in results.measurements if one.engine_version}):

@@ -7,6 +7,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from auto3d.runtime.measurement import Measurement
+from tests.distributed.parity_report import error_text
 
 FOLDER = Path("results/cuda")
 MIB = 2**20
@@ -15,15 +16,17 @@ MIB = 2**20
 def parity() -> str:
     records = [json.loads(line) for line in (FOLDER / "parity.jsonl").read_text().splitlines()]
     rows = [
-        (each["case"], each["model"], each.get("ranks", ""), each["verdict"], error_text(each), each.get("note", ""))
+        (
+            each["case"],
+            each["model"],
+            each.get("ranks", ""),
+            each["verdict"],
+            "" if each.get("error") is None else error_text(each["error"]),
+            each.get("note", ""),
+        )
         for each in records
     ]
     return tabulate(rows, ("case", "model", "ranks", "result", "largest error", "note"), tablefmt="pipe")
-
-
-def error_text(record: dict) -> str:
-    error = record.get("error")
-    return "" if error is None else f"{error:.0e}".replace("e-0", "e-") if error else "0"
 
 
 def training() -> tuple[str, Measurement]:
@@ -54,8 +57,7 @@ def training() -> tuple[str, Measurement]:
 def main() -> None:
     table, measured = training()
     assert measured.environment is not None
-    here = measured.environment
-    made_on = f"{here.computer}, torch {here.torch}, transformers {here.transformers}, Python {here.python}"
+    made_on = measured.environment.computer_and_software
     text = TEXT.format(parity=parity(), training=table, made_on=made_on, date=measured.finished[:10])
     (FOLDER / "README.md").write_text(text)
 

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["AUTO3D_TEST_DEVICE"] = "cuda"
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of this process, which runs backwards before it starts ranks
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # hides the GPU from this process, which runs backwards
 
 import click
 import torch
@@ -26,20 +26,9 @@ from auto3d.runtime.settings import OptimizerSettings
 from auto3d.runtime.world import World
 from tests.cuda.one_gpu import GPU, begin_on_own_host
 from tests.distributed import grid, tensor_grid
-from tests.distributed.parity import (
-    ADAMW,
-    ITERATIONS,
-    SGD,
-    assert_parity,
-    make_plan,
-    parameters_after,
-    plain_pytorch,
-    run_rank,
-)
-from tests.distributed.parity_report import error_of, failure
+from tests.distributed.parity import ADAMW, SGD, assert_parity, make_plan, parameters_after, plain_pytorch, run_rank
+from tests.distributed.parity_report import error_of_ranks, failure
 from tests.processes import ProcessPool
-
-SAMPLES = 2  # samples that one operation runs
 
 
 @dataclass(frozen=True)
@@ -93,9 +82,9 @@ def run(pool: ProcessPool, case: Case) -> dict[str, Any]:
     """Train ``case`` and compare it with plain PyTorch on the same GPU and, in float32, that with the CPU."""
     model = case.model
     plan = case.make()
-    ranks = pool.run(plan.ranks, run_rank, model, plan, case.optimizer, None, None, ITERATIONS, False, GPU)
+    ranks = pool.run(plan.ranks, partial(run_rank, device=GPU), model, plan, case.optimizer)
     arguments: dict[str, Any] = {
-        "micro_batch_size": SAMPLES,
+        "micro_batch_size": grid.SAMPLES,
         "optimizer": case.optimizer,
         "global_batch": plan.global_batch,
         "seed": plan.seed,
@@ -105,12 +94,7 @@ def run(pool: ProcessPool, case: Case) -> dict[str, Any]:
     [expected] = pool.run(1, reference, model, arguments)
     found: dict[str, Any] = {"losses": [step["loss"] for step in expected]}
     if not plan.shard_optimizer:  # with it, a rank has the sums of its slice only
-        found["error"] = max(
-            error_of(gradient, step["gradients"][name], rank["shards"].get(name))
-            for rank in ranks
-            for iteration, step in enumerate(expected)
-            for name, gradient in rank["history"][iteration]["gradients"].items()
-        )
+        found["error"] = error_of_ranks(ranks, expected)
     try:
         assert_parity(ranks, expected, tensors=case.optimizer is SGD)
         found["verdict"] = "right"

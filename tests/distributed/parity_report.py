@@ -69,7 +69,7 @@ class Report:
         self.counts[whose, outcome] = self.counts.get((whose, outcome), 0) + 1
         text = [] if outcome == "right" and whose in SILENT else [outcome]
         if error is not None:
-            text.append(f"{error:.0e}".replace("e-0", "e-") if error else "0")
+            text.append(error_text(error))
         if note:
             if note not in self.notes:
                 self.notes.append(note)
@@ -120,6 +120,21 @@ def gradient_error(ranks: list[Gradients], expected: Gradients) -> float:
         for rank in ranks
         for name, gradient in rank[iteration].items()
     )
+
+
+def error_of_ranks(ranks: list[dict], expected: list[dict]) -> float:
+    """As ``gradient_error``, for what ``run_rank`` and ``plain_pytorch`` return; a rank may hold shards."""
+    return max(
+        error_of(gradient, step["gradients"][name], rank["shards"].get(name))
+        for rank in ranks
+        for iteration, step in enumerate(expected)
+        for name, gradient in rank["history"][iteration]["gradients"].items()
+    )
+
+
+def error_text(error: float) -> str:
+    """One digit of ``error``, such as 2e-7."""
+    return f"{error:.0e}".replace("e-0", "e-") if error else "0"
 
 
 def error_of(ours: np.ndarray, theirs: np.ndarray, shard: Shard | None = None) -> float:
@@ -183,9 +198,7 @@ def ours(report: Report, processes: Processes, model: str, *, name: str, options
         return report.cell("auto3d", "refused", note=str(refusal))
     except AssertionError as error:
         return report.cell("auto3d", "failed", note=failure(error))
-    error = gradient_error(
-        [[step["gradients"] for step in rank["history"]] for rank in ranks], [step["gradients"] for step in expected]
-    )
+    error = error_of_ranks(ranks, expected)
     try:
         assert_parity(ranks, expected)
     except AssertionError as difference:
@@ -222,12 +235,7 @@ def tensor_parallel(report: Report, processes: Processes, model: str, *, axes: d
     expected = plain_pytorch(
         model, micro_batch_size=tensor_grid.SAMPLES, global_batch=plan.global_batch, optimizer=SLOW, seed=plan.seed
     )
-    error = max(
-        error_of(gradient, step["gradients"][name], rank["shards"].get(name))
-        for rank in ranks
-        for iteration, step in enumerate(expected)
-        for name, gradient in rank["history"][iteration]["gradients"].items()
-    )
+    error = error_of_ranks(ranks, expected)
     try:
         assert_parity(ranks, expected)
     except AssertionError as difference:

@@ -55,8 +55,7 @@ def run(part: Part) -> Record:
 
 
 def _machine() -> str:
-    here = Environment.here("cpu")
-    return f"{here.computer}, torch {here.torch}, transformers {here.transformers}, Python {here.python}"
+    return Environment.here("cpu").computer_and_software
 
 
 def main() -> int:
