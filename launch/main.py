@@ -16,6 +16,7 @@ from launch.run.end_now import end_now
 
 def main() -> None:
     """Run the command; every expected error ends it with one line on standard error and an exit code."""
+    _fix_hash_seed()
     collect_rarely()
     _prepare_streams()
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGTERM counts as an interrupt
@@ -43,6 +44,17 @@ def main() -> None:
             signal.signal(number, signal.SIG_IGN)
     gc.freeze()  # at exit Python would look for garbage among all objects, for more than a second after a search
     sys.exit(code)
+
+
+def _fix_hash_seed() -> None:
+    """Begin this process again with a fixed hash seed, unless the user chose one; all that it starts inherit it.
+
+    Python hashes strings by a seed of each process, so a model whose forward goes through a set of strings, as Gemma 3
+    does, would have its operations in another order in each process, and a plan would not fit the next capture.
+    """
+    if "PYTHONHASHSEED" not in os.environ and not sys.flags.ignore_environment and sys.executable:
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _run() -> int:

@@ -4,7 +4,7 @@ A trace under torch.autocast records the operators without their casts, so these
 parameter becomes an input of the program instead: a run makes a low-precision copy of the weights once per update.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from auto3d.capture.alike import described
 from auto3d.capture.nodes import is_tensor, target_of
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,12 +84,33 @@ class Autocast:
     def __init__(self, device_type: str, dtype: torch.dtype | None) -> None:
         self.kind = (device_type, dtype)
         self.cast_weights: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}  # autocast casts a weight once for all uses
+        self._found: dict[Hashable, tuple[list[torch.dtype | None], torch.dtype | None] | None] = {}
+        """Calls of operators -> the dtypes to which their inputs are cast, and the argument ``dtype``."""
 
     def rewriting(self, node: fx.Node, mode: FakeTensorMode) -> Rewriting | None:
         """How ``node`` computes the same without autocast; None if casts and a ``dtype`` do not explain what it does.
 
-        Runs the operator on fake tensors with mixed precision, and again without it, rewritten.
+        Of calls that are alike, one is tried.
         """
+        inputs = node.all_input_nodes
+        number = {each: place for place, each in enumerate(inputs)}
+
+        def shown(each: fx.Node) -> Hashable:
+            leaves = tree_leaves(each.meta["val"])
+            devices = tuple(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
+            return number[each], described(each.meta["val"], shown), devices
+
+        call = node.target, described(node.args, shown), described(node.kwargs, shown), *_dtypes(node.meta["val"])
+        if call not in self._found:
+            found = self._tried(node, mode)
+            self._found[call] = None if found is None else ([found.casts.get(each) for each in inputs], found.dtype)
+        known = self._found[call]
+        if known is None:
+            return None
+        return Rewriting({each: to for each, to in zip(inputs, known[0], strict=True) if to is not None}, known[1])
+
+    def _tried(self, node: fx.Node, mode: FakeTensorMode) -> Rewriting | None:
+        """``rewriting`` of ``node``: its operator runs on fake tensors under autocast, and again without, rewritten."""
         arguments = [n for n in node.all_input_nodes if is_tensor(n) and n.meta["val"].is_floating_point()]
         fakes = {argument: argument.meta["val"].detach() for argument in arguments}
 

@@ -115,17 +115,18 @@ def global_reads(modules: Sequence[nn.Module]) -> Iterator[dict[types.CodeType, 
     It has the globals that the function may read, and their ``frozen_globals`` when it is first called.
     """
     ran: dict[types.CodeType, tuple[list[Global], Frozen]] = {}
-    seen: set[types.CodeType] = set()  # the model's functions, and many more of torch
+    seen: dict[int, types.CodeType] = {}  # by id: Python hashes a code object anew each time, with all of its bytes
     before = sys.gettrace()
 
     def note(frame: types.FrameType, event: str, _: Any) -> None:
-        if event != "call" or frame.f_code in seen:
+        code = frame.f_code
+        if event != "call" or id(code) in seen:
             return
-        seen.add(frame.f_code)
-        if is_model_code(frame.f_code.co_filename):
+        seen[id(code)] = code
+        if is_model_code(code.co_filename):
             found: list[Global] = []
-            _add_globals(found, frame.f_globals, frame.f_code.co_names)
-            ran[frame.f_code] = (found, frozen_globals(found, modules))
+            _add_globals(found, frame.f_globals, code.co_names)
+            ran[code] = (found, frozen_globals(found, modules))
 
     sys.settrace(note)
     try:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from auto3d.capture.autocast import Autocast
+from auto3d.capture.in_place import is_mutable
 from auto3d.capture.nodes import args_of
 
 torch.library.define("auto3d::block_begins", "(Tensor[] inputs, str block) -> ()")
@@ -61,11 +62,12 @@ def expand(program: fx.Graph, autocast: Autocast | None) -> int:
     begins = {args_of(node)[1]: node for node in program.find_nodes(op="call_function", target=BEGINS)}
     ends = {args_of(node)[1]: node for node in program.find_nodes(op="call_function", target=ENDS)}
     repeats = list(program.find_nodes(op="call_function", target=REPEATS))
+    writes = any(map(is_mutable, program.nodes))
     copiers: dict[str, _Copier] = {}
     for node in repeats:
         number = args_of(node)[1]
         if number not in copiers:
-            copiers[number] = _Copier(program, begins[number], ends[number], autocast)
+            copiers[number] = _Copier(program, begins[number], ends[number], autocast, writes)
         copiers[number].copy_to(node)
     for mark in (*begins.values(), *ends.values()):
         program.erase_node(mark)
@@ -75,8 +77,11 @@ def expand(program: fx.Graph, autocast: Autocast | None) -> int:
 class _Copier:
     """Copies the operations of one traced block."""
 
-    def __init__(self, program: fx.Graph, begin: fx.Node, end: fx.Node, autocast: Autocast | None) -> None:
-        self._program, self._begin, self._end = program, begin, end
+    def __init__(
+        self, program: fx.Graph, begin: fx.Node, end: fx.Node, autocast: Autocast | None, writes: bool
+    ) -> None:
+        """``writes``: whether an operation of the program writes in place, so that it matters which memory is whose."""
+        self._program, self._begin, self._end, self._writes = program, begin, end, writes
         self._casts = autocast.cast_weights if autocast is not None else {}
         self._cast_of = {made: key for key, made in self._casts.items()}
         self._operations: list[fx.Node] = []
@@ -92,11 +97,7 @@ class _Copier:
     def copy_to(self, repeat: fx.Node) -> None:
         """Replace ``repeat`` by copies of the operations on its inputs."""
         values = dict(zip(args_of(self._begin)[0], args_of(repeat)[0], strict=True))
-        like = Like()
-        for old, new in values.items():
-            like.share(old.meta["val"], new.meta["val"])
-        for old, made in zip(args_of(self._end)[0], repeat.meta["val"], strict=True):
-            like.share(old.meta["val"], made)
+        like = self._like(repeat) if self._writes else None
 
         def mapped(node: fx.Node) -> fx.Node:
             if node not in values and node in self._cast_of:  # a weight that an earlier operation casts
@@ -113,10 +114,8 @@ class _Copier:
         def copied(node: fx.Node) -> fx.Node:
             copy = self._program.node_copy(node, mapped)
             copy.meta = self._meta(node, repeat)
-            value = node.meta.get("val")
-            copy.meta["val"] = (
-                like(value) if isinstance(value, torch.Tensor) else pytree.tree_map_only(torch.Tensor, like, value)
-            )
+            if like is not None:
+                copy.meta["val"] = pytree.tree_map_only(torch.Tensor, like, node.meta.get("val"))
             return copy
 
         with self._program.inserting_before(repeat), torch.no_grad():
@@ -127,6 +126,15 @@ class _Copier:
             user.replace_all_uses_with(outputs[args_of(user)[1]])
             self._program.erase_node(user)
         self._program.erase_node(repeat)
+
+    def _like(self, repeat: fx.Node) -> Like:
+        """Makes the values of a copy's nodes, in the memory of the tensors that ``repeat`` gets and makes."""
+        like = Like()
+        for old, new in zip(args_of(self._begin)[0], args_of(repeat)[0], strict=True):
+            like.share(old.meta["val"], new.meta["val"])
+        for old, made in zip(args_of(self._end)[0], repeat.meta["val"], strict=True):
+            like.share(old.meta["val"], made)
+        return like
 
     def _meta(self, node: fx.Node, repeat: fx.Node) -> dict[str, Any]:
         """Metadata of a copy of ``node``, as if the code of the block that ``repeat`` stands for had made it."""

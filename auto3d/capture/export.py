@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.autocast import PRECISIONS, Autocast, active, share_weight_casts
-from auto3d.capture.bookkeeping import bookkeeping_unobserved
+from auto3d.capture.bookkeeping import quick_bookkeeping
 from auto3d.capture.empty import EmptyModel, empty_model, idle_copies_recorded, no_idle_conversions
 from auto3d.capture.errors import (
     KEPT_ELSEWHERE,
@@ -32,7 +32,7 @@ from auto3d.capture.errors import (
 )
 from auto3d.capture.expand import SideEffectError, expand
 from auto3d.capture.faithful import trace
-from auto3d.capture.in_place import name_of, remove_in_place, written_buffers
+from auto3d.capture.in_place import memory_is_written, name_of, remove_in_place, written_buffers
 from auto3d.capture.known_values import KnownValues
 from auto3d.capture.masks import leave_masks_to_kernel
 from auto3d.capture.regions import inline_regions
@@ -205,10 +205,14 @@ def _export(
     held, constants = _held_and_constant(exported, model)
     buffers |= held
     inline_regions(exported.graph_module, model.mode, parameters.keys(), autocast)
+    _remove_assertions(program)
+    once_per_copy = memory_is_written(program, buffers.keys())  # each copy of a block writes to buffers of its own
+    if not once_per_copy:
+        remove_in_place(program, model.mode, buffers=buffers.keys(), inputs=inputs.keys())
     repeated = expand(program, autocast)
     copies = share_weight_casts(program, parameters) if autocast is not None else {}
-    _remove_assertions(program)
-    remove_in_place(program, model.mode, buffers=buffers.keys(), inputs=inputs.keys())
+    if once_per_copy:
+        remove_in_place(program, model.mode, buffers=buffers.keys(), inputs=inputs.keys())
     _forget_device(program)
     _make_gradients_dense(program)
     leave_masks_to_kernel(program)
@@ -269,7 +273,7 @@ def _exported(
     if traces is not None:
         traces.append(repeats)
     with (
-        bookkeeping_unobserved(),
+        quick_bookkeeping(),
         known_values,
         repeats.found() if traces is not None else nullcontext(),
         no_idle_conversions(),

@@ -288,6 +288,17 @@ def written_buffers(program: fx.Graph, buffers: Collection[str]) -> set[str]:
     return chained | normalised
 
 
+def memory_is_written(program: fx.Graph, placeholders: Collection[str]) -> bool:
+    """Whether an operation of ``program`` writes to the memory of one of ``placeholders``."""
+    memories = [_memories(node) for node in program.find_nodes(op="placeholder") if node.name in placeholders]
+    held = set[int]().union(*memories)
+    return any(
+        _writes_statistics(node)
+        or (is_mutable(node) and any(held & _memories(written) for written in written_arguments(node)))
+        for node in program.nodes
+    )
+
+
 def _copy_for_readers(program: fx.Graph, buffer: fx.Node) -> None:
     for user in list(buffer.users):
         if _writes_statistics(user) or user.op == "output":

@@ -1,15 +1,17 @@
-"""Checks before the first iteration that all ranks with a copy of a parameter or buffer have the same bits.
+"""Checks before the first iteration that all ranks run one plan of one program, from the same weights.
 
-Nothing would correct copies that begin with different values: their gradients are summed, and they stay different
-without any error.
+Nothing would tell later. Ranks that captured different programs take one value for another where the two give it the
+same name. Copies of a parameter that begin with different values stay different, since only their gradients are summed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from hashlib import sha256
 
 import torch
 import torch.distributed as dist
 
 from auto3d.errors import InputError
+from auto3d.plan import Plan
 from auto3d.runtime.waiting import waiting_for
 
 _WORD_BYTES = 8
@@ -18,8 +20,35 @@ _ODD = -7046029254386353131  # 2**64 / golden ratio, as a signed integer: it spr
 _NOT_HELD = torch.iinfo(torch.int64).min
 
 
+class PlansDifferError(InputError):
+    """Ranks captured different programs of the model, or would run different plans."""
+
+
 class WeightsDifferError(InputError):
     """Ranks that hold copies of the same tensor would begin with different values."""
+
+
+def check_same_plan(plan: Plan, *, timeout_s: float) -> None:
+    """Raise PlansDifferError, on every rank, unless all ranks have the same ``plan`` of the same program.
+
+    Every rank must call this. It does one all-reduce of two numbers.
+    """
+    number = int.from_bytes(sha256(plan.to_json().encode()).digest()[:7], "big")
+    bounds = torch.tensor([number, -number])
+    with waiting_for("the plans of all ranks", timeout_s):
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    if bounds[0] == -bounds[1]:
+        return
+    found: list[tuple[str, int] | None] = [None] * dist.get_world_size()
+    with waiting_for("the fingerprints of all ranks' programs", timeout_s):
+        dist.all_gather_object(found, (plan.graph, number))
+    graphs = [graph for graph, _ in filter(None, found)]
+    if len(set(graphs)) == 1:
+        raise PlansDifferError(f"plan: it differs between {_groups(found)}; give all ranks the same arguments")
+    raise PlansDifferError(
+        f"graph: the model's code does other operations, or in another order, on {_groups(graphs)}; where it goes "
+        "through a set of strings, let it sort them, or start all processes with PYTHONHASHSEED=0"
+    )
 
 
 def check_agreement(
@@ -53,13 +82,19 @@ def check_agreement(
     values: list[int | None] = [None] * dist.get_world_size()
     with waiting_for("the fingerprints of all ranks", timeout_s):
         dist.all_gather_object(values, present[differs[0], 0].item() if names[differs[0]] in tensors else None)
-    groups: dict[int, list[str]] = {}
+    others = f" (and {len(differs) - 1} more)" if len(differs) > 1 else ""
+    raise WeightsDifferError(
+        f"{names[differs[0]]}{others}: its initial values differ between {_groups(values)}; {cause}"
+    )
+
+
+def _groups(values: Sequence[Hashable | None]) -> str:
+    """The ranks with equal ``values``, in words: ``ranks 0, 2 and rank 1``. A rank whose value is None is left out."""
+    groups: dict[Hashable, list[str]] = {}
     for rank, value in enumerate(values):
         if value is not None:
             groups.setdefault(value, []).append(str(rank))
-    ranks = " and ".join(f"rank{'s' * (len(group) > 1)} {', '.join(group)}" for group in groups.values())
-    others = f" (and {len(differs) - 1} more)" if len(differs) > 1 else ""
-    raise WeightsDifferError(f"{names[differs[0]]}{others}: its initial values differ between {ranks}; {cause}")
+    return " and ".join(f"rank{'s' * (len(group) > 1)} {', '.join(group)}" for group in groups.values())
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from auto3d.data import TrainingData
 from auto3d.errors import InputError
 from auto3d.partition.evaluation import stages_in_evaluation
 from auto3d.plan import NO_OVERLAP, Plan
+from auto3d.runtime.agreement import check_same_plan
 from auto3d.runtime.evaluation_loss import EvaluationLoss, ForwardLoss
 from auto3d.runtime.evaluation_output import Output
 from auto3d.runtime.evaluation_state import check_state, first_pipelines_buffers
@@ -125,6 +126,7 @@ class _Evaluation:
         check(schedule)
         layout = lay_out_rank(lay_out_plan(model, plan, settings, schedule), dist.get_rank())
         check_state(rank.layout, layout)
+        check_same_plan(plan, timeout_s=settings.timeout_s)
         self._layout = layout
         self._program = lower(schedule, layout.transfers)[layout.device]
         self._exchange = Exchange(

@@ -334,7 +334,8 @@ def stages_of(captured: CapturedModel, plan: Plan) -> tuple[Stage, ...]:
     if plan.graph != captured.graph.fingerprint:
         raise PlanError(
             f"graph: the plan was made for model {plan.graph}, this one is {captured.graph.fingerprint}; "
-            "make the plan again for this model and these versions of torch and transformers"
+            "make the plan again for this model and these versions of torch and transformers, under the same "
+            "PYTHONHASHSEED (auto3d sets 0) if the model's code goes through a set of strings"
         )
     if samples_at_once(plan) != captured.graph.micro_batch_size:
         raise PlanError(

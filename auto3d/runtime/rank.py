@@ -20,7 +20,7 @@ from auto3d.cost.share import Share, shares_of
 from auto3d.cost.work import Work, work_of, work_of_local
 from auto3d.data import BatchSlice, DataSettings, TrainingData
 from auto3d.plan import Plan
-from auto3d.runtime.agreement import check_agreement
+from auto3d.runtime.agreement import check_agreement, check_same_plan
 from auto3d.runtime.backend import Backend, RealBackend, trained_parameters
 from auto3d.runtime.batch_targets import BatchTargets, check_loss, check_statistics, targets_vary
 from auto3d.runtime.clock_offset import seconds_ahead
@@ -200,6 +200,7 @@ def build_rank(
     # first use of a group until its other ranks use it, which must not happen between messages. First, all ranks.
     everyone = new_group(range(world.size), timeout_s, device=device, numbers=True)
     connect(everyone, device=device, what="all ranks", timeout_s=timeout_s)
+    check_same_plan(plan, timeout_s=timeout_s)  # all that follows takes it for granted
     # Second, the groups for messages.
     exchange = backend.exchange(layout, programs[0])
     # Memory for weights comes before the gradient sums, whose buffers are as large and become the weights' ``.grad``.
