@@ -7,7 +7,7 @@ import torch
 
 from auto3d.data import MicroBatches
 from auto3d.partition.stage import Stage
-from auto3d.runtime.loading import Loader, needs_of, pinned_memory_of
+from auto3d.runtime.loading import ComparedMicroBatch, Loader, is_compared, needs_of, pinned_memory_of
 from auto3d.runtime.same_samples import SameSamples
 from auto3d.schedule.program import PipeStage, Program
 
@@ -18,8 +18,9 @@ class MicroBatchInputs:
     In each iteration a rank runs ``micro_batches`` micro-batches of the global batch, from number
     ``first_micro_batch`` on. A program counts its micro-batches on through its iterations. If it runs each in
     ``slices`` of its sequence, it counts these, and so do both numbers; every slice takes the inputs of all. ``same``
-    compares what it reads with what other ranks read; None: nobody does. What ``counting_stage`` reads says how many
-    targets a micro-batch has: only one rank of a tensor-parallel group or of replicas counts them.
+    compares what it reads with what other ranks read; None: nobody does. For that it also reads ``compared``. What
+    ``counting_stage`` reads says how many targets a micro-batch has: only one rank of a tensor-parallel group or of
+    replicas counts them.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class MicroBatchInputs:
         slices: int = 1,
         device: torch.device,
         same: SameSamples | None = None,
+        compared: ComparedMicroBatch | None = None,
         counting_stage: int | None = None,
     ) -> None:
         self.micro_batches = micro_batches
@@ -38,13 +40,16 @@ class MicroBatchInputs:
         self._loader = Loader(batches, pinned_memory_of(device))
         self._first_micro_batch = first_micro_batch
         self._first_iteration = 0
-        self._same = same
+        self._begin: int | None = None  # first iteration of the first program
+        self._same, self._compared = same, compared
         self._counting_stage = counting_stage
         self._items: defaultdict[int, dict[int, int]] = defaultdict(dict)  # iteration -> micro-batch -> its targets
 
     def start(self, program: Program, inputs_of: Mapping[PipeStage, Collection[str]], first_iteration: int) -> None:
         """Begin ``program`` with iteration ``first_iteration``; ``inputs_of`` names the inputs of each stage."""
         self._first_iteration = first_iteration
+        if self._begin is None:
+            self._begin = first_iteration
         needs = needs_of(
             program,
             inputs_of,
@@ -52,8 +57,9 @@ class MicroBatchInputs:
             first_micro_batch=self._first_micro_batch,
             micro_batches=self.micro_batches,
             slices=self._slices,
+            compared=self._compared,
         )
-        self._loader.start(needs, program.iterations)
+        self._loader.start(needs, program.iterations, self._begin)
 
     def end(self) -> None:
         """End the loading: no program follows."""
@@ -67,9 +73,17 @@ class MicroBatchInputs:
         reading = self._loader.read(iteration, number, stage.inputs)
         if self._same is not None:
             self._same.note(iteration, number, stage.index, reading.fingerprints)
+            if index == 0 and self._compared is not None and stage.index == self._compared.stage:
+                self._read_other(self._compared.index, iteration, number, stage)
         if reading.items is not None and stage.index == self._counting_stage:
             self._items[iteration][number] = reading.items
         return reading.inputs
+
+    def _read_other(self, other: int, iteration: int, own: int, stage: Stage) -> None:
+        """Where it is due, read micro-batch ``other`` of another pipeline too, which reads this one's ``own``."""
+        if is_compared(iteration, self._begin or 0) and self._same is not None:
+            reading = self._loader.read(iteration, other, stage.inputs, compared=True)
+            self._same.note_other(iteration, (stage.index, own), other, reading.fingerprints)
 
     def take_items(self, iteration: int) -> int:
         """The number of targets that the data says of the micro-batches of ``iteration`` that this rank counts."""

@@ -20,15 +20,34 @@ from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import PipeStage, Program
 
 PREFETCHED = 3  # micro-batches in pinned memory: one being copied, and two for the next forwards
+_COMPARED_FIRST, _COMPARED_EVERY = 4, 16  # iterations; see ``is_compared``
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Inputs that a forward needs: those called ``names`` of one micro-batch."""
+    """Inputs of one micro-batch, those called ``names``, that a forward needs, or that are only ``compared``."""
 
     iteration: int
     index: int  # index of the micro-batch in the global batch
     names: tuple[str, ...]
+    compared: bool = False  # another pipeline runs it; this rank reads it where ``is_compared`` says so
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedMicroBatch:
+    """A micro-batch of another pipeline, which a rank reads after the first that its ``stage`` reads of a batch."""
+
+    stage: int
+    index: int  # index in the global batch
+
+
+def is_compared(iteration: int, begin: int) -> bool:
+    """Whether pipelines compare what they read in ``iteration`` of a run that began with iteration ``begin``.
+
+    They do in the first few, where data that differ do so from the start, and then now and then: it is one more
+    micro-batch to read.
+    """
+    return iteration - begin < _COMPARED_FIRST or iteration % _COMPARED_EVERY == 0
 
 
 class PendingCopy(Protocol):
@@ -87,8 +106,10 @@ class Loader:
         self._prefetcher: _Prefetcher | None = None
         self._expected: list[Need] = []  # inputs to prefetch after the present program
 
-    def start(self, needs: Sequence[Need], iterations: int) -> None:
+    def start(self, needs: Sequence[Need], iterations: int, begin: int = 0) -> None:
         """Begin a program of ``iterations`` iterations, whose forwards need ``needs``, in this order.
+
+        The run began with iteration ``begin``, on which it depends what is compared.
 
         The loader expects the same program again afterwards and prefetches for it, so that the first inputs of an
         iteration are ready when it begins. A call allocates pinned memory, which may synchronise the device: no message
@@ -98,18 +119,18 @@ class Loader:
             return
         if needs != self._expected:
             self.end()
-            self._prefetcher = _Prefetcher(needs, iterations, self._batches.read, self._memory)
+            self._prefetcher = _Prefetcher(needs, iterations, begin, self._batches.read, self._memory)
         self._expected = _later(needs, iterations)
 
-    def read(self, iteration: int, index: int, names: Collection[str]) -> Reading:
+    def read(self, iteration: int, index: int, names: Collection[str], *, compared: bool = False) -> Reading:
         """The inputs called ``names`` of micro-batch ``index`` of ``iteration``, on the device.
 
-        An error of the thread that made them is raised here.
+        ``compared`` is that of the Need. An error of the thread that made them is raised here.
         """
         if self._memory is None or not names:
             return self._batches.read(iteration, index, names)
         assert self._prefetcher is not None, "start() comes before read()"
-        return self._prefetcher.take(Need(iteration, index, tuple(names)))
+        return self._prefetcher.take(Need(iteration, index, tuple(names), compared))
 
     def end(self) -> None:
         """End the thread without waiting for it. It also ends with this object and with the process."""
@@ -126,11 +147,12 @@ def needs_of(
     first_micro_batch: int,
     micro_batches: int,
     slices: int = 1,
+    compared: ComparedMicroBatch | None = None,
 ) -> list[Need]:
     """What the forwards of ``program`` need, in order; ``inputs_of`` maps a stage to the model's inputs that it uses.
 
     This pipeline runs ``micro_batches`` micro-batches of each global batch, beginning with ``first_micro_batch``. With
-    ``slices`` of the sequence, these numbers count slices.
+    ``slices`` of the sequence, these numbers count slices. ``compared`` is read too.
     """
     needs = []
     for step in program.steps:
@@ -140,6 +162,8 @@ def needs_of(
             for micro_batch in operation.micro_batches:
                 later, index = divmod(micro_batch, micro_batches)
                 needs.append(Need(first_iteration + later, (first_micro_batch + index) // slices, names))
+                if compared is not None and (operation.stage, index) == (compared.stage, 0):
+                    needs.append(Need(first_iteration + later, compared.index, names, compared=True))
     return needs
 
 
@@ -158,7 +182,7 @@ Made = tuple[Need, _Buffers, Reading] | Exception  # the inputs of the reading a
 class _Prefetcher:
     """A thread that makes the next inputs, and pauses while all buffers are full."""
 
-    def __init__(self, needs: Sequence[Need], iterations: int, make: Make, memory: PinnedMemory) -> None:
+    def __init__(self, needs: Sequence[Need], iterations: int, begin: int, make: Make, memory: PinnedMemory) -> None:
         self._memory = memory
         self._made: SimpleQueue[Made] = SimpleQueue()
         self._free: SimpleQueue[_Buffers | None] = SimpleQueue()
@@ -169,7 +193,7 @@ class _Prefetcher:
         ended = Event()
         self.end = weakref.finalize(self, _end, ended, self._free)
         # The thread must not refer to this object, because it ends when this object is collected.
-        work = (memory, _endless(needs, iterations), make, self._free, self._made, ended)
+        work = (memory, _endless(needs, iterations, begin), make, self._free, self._made, ended)
         Thread(target=_prefetch, args=work, name="inputs", daemon=True).start()
 
     def take(self, need: Need) -> Reading:
@@ -214,9 +238,11 @@ def _end(ended: Event, free: SimpleQueue[_Buffers | None]) -> None:
     free.put(None)  # wakes the thread if it waits for a free buffer
 
 
-def _endless(needs: Sequence[Need], iterations: int) -> Iterator[Need]:
+def _endless(needs: Sequence[Need], iterations: int, begin: int) -> Iterator[Need]:
     for offset in count(0, iterations):
-        yield from _later(needs, offset)
+        for need in _later(needs, offset):
+            if not need.compared or is_compared(need.iteration, begin):
+                yield need
 
 
 def _later(needs: Sequence[Need], iterations: int) -> list[Need]:

@@ -31,6 +31,7 @@ from auto3d.runtime.executor import Executor, Peers
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.layout import PlanLayout, RankLayout, lay_out_plan, lay_out_rank
+from auto3d.runtime.loading import ComparedMicroBatch
 from auto3d.runtime.loss_scale import LossScale
 from auto3d.runtime.optimizer import build_optimizer, learning_rate_of
 from auto3d.runtime.optimizer_memory import memory_options
@@ -351,6 +352,8 @@ def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> M
         replica=layout.replica,
         replicas=layout.replicas,
     )
+    next_pipeline = (layout.pipeline + 1) % layout.plan.dp * layout.micro_batches // layout.schedule.slices
+    compares = layout.plan.dp > 1 and readers.stages and not layout.shard
     return MicroBatchInputs(
         data.micro_batches(part),
         first_micro_batch=layout.first_micro_batch,
@@ -358,6 +361,7 @@ def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> M
         slices=layout.schedule.slices,
         device=device,
         same=SameSamples(readers),
+        compared=ComparedMicroBatch(readers.stages[0], next_pipeline) if compares else None,
         counting_stage=readers.stages[0] if readers.stages and not layout.replica else None,
     )
 

@@ -1,7 +1,8 @@
-"""Compares what ranks have read: all stages of a pipeline that read a micro-batch must have read the same samples.
+"""Compares what ranks have read: of a sample, all of them must have read the same.
 
-Where they did not, one stage would get a sample and another the label of a different one, and training would go on
-without an error.
+Where two stages of a pipeline did not, one would get a sample and the other the label of a different one. Pipelines
+read different samples, so one also reads a micro-batch of the next: where that differs, they would number labels
+otherwise, or take samples in another order, and train some twice. Training would go on without an error.
 """
 
 from collections import defaultdict
@@ -68,18 +69,33 @@ class SameSamples:
     def __init__(self, readers: Readers) -> None:
         self._readers = readers
         self._read: defaultdict[int, dict[tuple[int, int], np.ndarray]] = defaultdict(dict)
+        self._others: dict[int, tuple[tuple[int, int], int, np.ndarray]] = {}
 
     def note(self, iteration: int, micro_batch: int, stage: int, fingerprints: np.ndarray | None) -> None:
         """Note what ``stage`` has read of ``micro_batch`` of the global batch."""
         if fingerprints is not None:
             self._read[iteration][stage, micro_batch] = fingerprints
 
+    def note_other(self, iteration: int, own: tuple[int, int], other: int, fingerprints: np.ndarray | None) -> None:
+        """Note what this rank has read of micro-batch ``other`` of another pipeline.
+
+        Another pipeline reads ``own``, a (stage, micro-batch) that was noted here. Each pipeline must do so in the same
+        iterations, so that the two sides of each comparison cancel.
+        """
+        if fingerprints is not None:
+            self._others[iteration] = own, other, fingerprints
+
     def share(self, iteration: int) -> int:
         """What this rank adds to the sum of ``iteration``."""
-        own, read = self._readers, self._read.get(iteration, {})
-        return (
-            sum(own.factor(stage) * total(each, own.first(number)) for (stage, number), each in read.items()) % MODULUS
-        )
+        readers, read = self._readers, self._read.get(iteration, {})
+        found = sum(readers.factor(stage) * self._total(number, each) for (stage, number), each in read.items())
+        if iteration in self._others:
+            own, other, fingerprints = self._others[iteration]
+            found += self._total(own[1], read[own]) - self._total(other, fingerprints)
+        return found % MODULUS
+
+    def _total(self, micro_batch: int, fingerprints: np.ndarray) -> int:
+        return total(fingerprints, self._readers.first(micro_batch))
 
     def check(self, iteration: int, sum_of_shares: float, *, where: str, timeout_s: float | None = None) -> None:
         """Raise SamplesDifferError, on every rank, if the ``sum_of_shares`` of all ranks says that readers disagree.
@@ -87,16 +103,19 @@ class SameSamples:
         The error says ``where``. With ``timeout_s``, for which all ranks must be at the end of the same iteration, it
         names the sample.
         """
-        read = self._read.pop(iteration, {})
+        read = [(number, each) for (_, number), each in self._read.pop(iteration, {}).items()]
+        if iteration in self._others:
+            _, other, fingerprints = self._others.pop(iteration)
+            read.append((other, fingerprints))
         if sum_of_shares % MODULUS == 0:
             return
         what = "ranks have read different data" if timeout_s is None else self._difference(read, timeout_s)
         raise SamplesDifferError(f"{where}: {what}; {CAUSE}")
 
-    def _difference(self, read: dict[tuple[int, int], np.ndarray], timeout_s: float) -> str:
+    def _difference(self, read: Sequence[tuple[int, np.ndarray]], timeout_s: float) -> str:
         mine = [
             (sample, int(number))
-            for (_, micro_batch), each in read.items()
+            for micro_batch, each in read
             for sample, number in enumerate(each, start=self._readers.first(micro_batch))
         ]
         found: list[Sequence[tuple[int, int]]] = [()] * dist.get_world_size()

@@ -33,12 +33,19 @@ def token_files(folder: Path, global_batch: int, *, swapped: bool) -> None:
     np.save(folder / "wrong.npy", tokens)
 
 
-def data_of(rank: int, folder: Path, wrong: int) -> DataSettings:
-    file = folder / ("wrong.npy" if rank == wrong else "right.npy")
+def renumbered(folder: Path, global_batch: int) -> None:
+    """A file of tokens, and a second one in which all tokens have other numbers."""
+    tokens = np.random.default_rng(1).integers(0, 256, 6 * global_batch * SEQUENCE, dtype=np.uint16)
+    np.save(folder / "right.npy", tokens)
+    np.save(folder / "wrong.npy", 255 - tokens)
+
+
+def data_of(rank: int, folder: Path, wrong: set[int]) -> DataSettings:
+    file = folder / ("wrong.npy" if rank in wrong else "right.npy")
     return replace(TEXT, source="tokens", files=(str(file),), shuffle=False, cache=folder / file.stem)
 
 
-def train_rank(world: World, model: str, plan: Plan, folder: Path, wrong: int) -> tuple[int, str]:
+def train_rank(world: World, model: str, plan: Plan, folder: Path, wrong: set[int]) -> tuple[int, str]:
     """The number of iterations that it ran, and the error that ended it."""
     clip_norm = 0.0 if plan.schedule == "pipedream" else ADAMW.clip_norm
     optimizer = replace(ADAMW, clip_norm=clip_norm)
@@ -75,10 +82,34 @@ def test_one_token_of_one_sample_or_two_samples_in_another_order(name, swapped, 
     captured(model, samples_at_once(plan))
     token_files(tmp_path, plan.global_batch, swapped=swapped)
     wrong = plan.placement[-1][-1]
-    assert processes.run(plan.ranks, train_rank, model, plan, tmp_path, -1) == [(6, "")] * plan.ranks
-    for done, error in processes.run(plan.ranks, train_rank, model, plan, tmp_path, wrong):
+    assert processes.run(plan.ranks, train_rank, model, plan, tmp_path, set()) == [(6, "")] * plan.ranks
+    for done, error in processes.run(plan.ranks, train_rank, model, plan, tmp_path, {wrong}):
         assert done <= ITERATION
         assert error.startswith(f"iteration {ITERATION + 1}: "), error
         if name != "asynchronous":  # there, no two ranks are at the same place
             assert f"have read different data for sample {SAMPLE} of the global batch" in error
             assert str(wrong) in error.partition("have")[0]
+
+
+PIPELINES = {
+    "data-parallel": ("gpt2", lambda: make_plan("gpt2", dp=4, pp=1)),
+    "tensor-parallel": ("gpt2-4-heads", lambda: make_plan("gpt2-4-heads", dp=2, pp=1, tp=2)),
+    "pipelines": ("gpt2", lambda: make_plan("gpt2", dp=2, pp=2)),
+    "replicas": ("gpt2", lambda: uneven_plan("gpt2", [2, 2])),
+    "asynchronous": ("llama", lambda: make_plan("llama", dp=2, pp=2, schedule="pipedream")),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_whose_data_differ(name, processes, tmp_path):
+    """All ranks of the last pipeline, or rank 3 alone, number what they read in another way."""
+    model, make = PIPELINES[name]
+    plan = make()
+    captured(model, samples_at_once(plan))
+    renumbered(tmp_path, plan.global_batch)
+    wrong = set(range(plan.ranks // plan.dp * (plan.dp - 1), plan.ranks)) if plan.dp > 1 else {plan.ranks - 1}
+    for done, error in processes.run(plan.ranks, train_rank, model, plan, tmp_path, wrong):
+        assert done == 0
+        assert error.startswith("iteration 1: ")
+        if name != "asynchronous":
+            assert "have read different data for sample" in error

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from auto3d.data import Batches, DataError, DataSettings, InputField
-from auto3d.runtime.loading import PREFETCHED, Loader, Need
+from auto3d.runtime.loading import PREFETCHED, ComparedMicroBatch, Loader, Need, is_compared, needs_of
+from auto3d.schedule import build_schedule
+from auto3d.schedule.lowering import lower
 
 TOKENS = DataSettings(
     source="synthetic",
@@ -104,6 +106,31 @@ def test_the_inputs_of_an_equal_next_program_are_prefetched():
     loader.start(needs(6), iterations=1)
     take(loader, needs(6))
     assert len(memory.pinned) == 2 * PREFETCHED, "all programs use the same memory"
+
+
+def test_what_is_compared_is_read_in_the_first_iterations_and_now_and_then():
+    memory = LateMemory()
+    loader, wanted, found, read = Loader(batches(), memory), [], [], []
+    other = ComparedMicroBatch(stage=0, index=3)
+    program = lower(build_schedule("1f1b", devices=1, micro_batches=2), ())[0]
+    for iteration in range(5, 36):
+        program_needs = needs_of(
+            program,
+            {(0, 0): ("ids",)},
+            first_iteration=iteration,
+            first_micro_batch=0,
+            micro_batches=2,
+            compared=other,
+        )
+        loader.start(program_needs, 1, begin=5)
+        for need in program_needs:
+            if not need.compared or is_compared(iteration, 5):
+                found.append(loader.read(need.iteration, need.index, need.names, compared=need.compared).inputs)
+                wanted.append(need)
+            if need.compared and is_compared(iteration, 5):
+                read.append(iteration)
+    assert read == [5, 6, 7, 8, 16, 32]
+    assert_inputs(wanted, found, memory)
 
 
 def test_an_error_is_raised_unchanged_when_its_micro_batch_is_needed():
