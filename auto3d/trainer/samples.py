@@ -1,6 +1,6 @@
 """A user's dataset and collator as TrainingData: the samples that transformers' Trainer takes in one process.
 
-Every rank knows the order of the samples; it loads and collates only micro-batches that its stages read.
+Every rank knows the order of the samples; it loads and collates only micro-batches that its stages read or compare.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -282,8 +282,11 @@ def test_a_rank_loads_its_own_samples_of_its_own_inputs(processes, tmp_path, dp,
         name, replica, replicas_here = load
         assert openings == 1
         assert names == ({"input_ids", "labels"} if name == "both" else {name})
-        first = 12 * plan.position(rank)[1]
-        numbers = [first + 6 * m + i for m in range(2) for i in range(6) if i * replicas_here // 6 == replica]
+        pipeline = plan.position(rank)[1]
+        micro_batches = [2 * pipeline, 2 * pipeline + 1]
+        if dp > 1:
+            micro_batches.insert(1, 2 * ((pipeline + 1) % dp))  # that of another pipeline, to compare
+        numbers = [6 * m + i for m in micro_batches for i in range(6) if i * replicas_here // 6 == replica]
         assert samples == [iteration * plan.global_batch + number for iteration in range(2) for number in numbers]
 
 
