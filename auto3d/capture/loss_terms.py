@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from auto3d.capture.describe import is_random
 from auto3d.capture.export import ExportedModel
 from auto3d.capture.nodes import args_of, kwargs_of, target_of
+from auto3d.data.interface import IGNORED
 
 _MEAN = 1  # number of the reduction in torch
 _CROSS_ENTROPIES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
@@ -57,6 +58,7 @@ class TargetTerm:
     ignore_index: int
     places: float  # number of targets of one micro-batch if none is ignored
     has_class_weights: bool  # each target counts with the weight of its class
+    counts_ignored: bool = False  # a target is made from a label of -100 and counts all the same
     is_alike: bool = False  # counts as if all places were filled where any is, so that all micro-batches weigh the same
 
 
@@ -206,11 +208,13 @@ class _Analysis:
         return bool(several) and name not in _MOVES and _takes_dimension_0(node, _rank(several[0]))
 
     def _target_term(self, node: fx.Node) -> TargetTerm:
-        ignored = int(_argument(node, "ignore_index"))
+        ignored, target = int(_argument(node, "ignore_index")), _argument(node, "target")
+        unlabelled = self._evaluated(target, label=IGNORED)
         return TargetTerm(
             name=node.name,
             ignore_index=ignored,
-            places=self._places(_argument(node, "target"), ignored),
+            places=self._places(target, ignored),
+            counts_ignored=unlabelled is None or bool((unlabelled != ignored).any()),
             has_class_weights=_argument(node, "weight") is not None,
         )
 

@@ -6,6 +6,7 @@ from math import isclose
 
 from auto3d.capture.graph import BATCH_STATISTICS, Graph
 from auto3d.capture.loss_terms import ACCEPTED, LossTerms
+from auto3d.data.interface import IGNORED
 from auto3d.errors import InputError
 from auto3d.runtime.settings import LOSS_MEANS, LOSSES_OF_TRANSFORMERS, TrainingSettings
 from auto3d.schedule.operation import Schedule
@@ -140,6 +141,11 @@ def check_filled(terms: LossTerms, because: str) -> None:
     """
     if counts := [*terms.constant, *terms.other]:
         raise InputError(f"{because}, and {', '.join(counts)} of the loss would count them; it takes {ACCEPTED}")
+    if counts := [term.name for term in terms.counted if term.counts_ignored]:
+        raise InputError(
+            f"{because}, and {', '.join(counts)} of the loss would count them, since labels of {IGNORED} do not reach "
+            "it as its ignore_index; leave out the samples that remain"
+        )
 
 
 def check_statistics(graph: Graph, because: str, remedy: str) -> None:

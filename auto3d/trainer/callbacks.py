@@ -8,6 +8,7 @@ from inspect import unwrap
 from types import CodeType, FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.trainer_callback import CallbackHandler
 
@@ -95,5 +96,8 @@ class PipelineCallbacks(CallbackHandler):
         yield from traits_of(model)
         for name, parameter in model.named_parameters():
             yield f"the values of {name}", parameter._version - self._pipeline.gathered
+        for name, buffer in model.named_buffers():
+            if not buffer.is_meta:
+                yield f"the values of {name}", torch.hash_tensor(buffer).item()
         for number, group in enumerate(self.optimizer.param_groups if self.optimizer is not None else ()):
             yield f"the learning rate of optimizer.param_groups[{number}]", group["lr"]

@@ -1,6 +1,7 @@
 """Checks of a dataset before its training starts, through the same road that the training takes."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,9 @@ def limits_of(model: nn.Module, main: str, label_names: Sequence[str]) -> dict[s
     limits: dict[str, int] = {}
     if main == "input_ids" and hasattr(model, "get_input_embeddings"):
         find: Any = model.get_input_embeddings
-        table = find()
+        table = None
+        with suppress(NotImplementedError):  # transformers raises it for a model of several towers, such as CLIP
+            table = find()
         if isinstance(table, nn.Embedding):
             limits[main] = table.num_embeddings
     head = getattr(model, "get_output_embeddings", lambda: None)()

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from auto3d.capture.empty import buffers_of
+from auto3d.capture.skeleton import keep_gradient_hooks
 from auto3d.errors import InputError
 
 
@@ -55,7 +55,8 @@ def build_of(model: nn.Module) -> Callable[[], nn.Module]:
 
 def traits_of(model: nn.Module) -> Iterator[tuple[str, object]]:
     """(name, value) of all but the values of ``model`` that a script may change, and that a pipeline has taken from it:
-    its parameters and which of them are trained, rates of dropout, numbers of its configuration."""
+    its modules with their attributes and hooks, its parameters and which of them are trained, numbers of its
+    configuration."""
     config = getattr(model, "config", None)
     for name, value in vars(config).items() if config is not None else ():
         if isinstance(value, int | float):  # save_pretrained itself writes others
@@ -63,9 +64,44 @@ def traits_of(model: nn.Module) -> Iterator[tuple[str, object]]:
     for name, parameter in model.named_parameters():
         yield f"requires_grad of {name}", parameter.requires_grad
         yield f"the memory of {name}", (id(parameter), parameter.data_ptr())
-    for name, module in model.named_modules():
-        if isinstance(module, _DropoutNd):
-            yield f"the rate of {name}", module.p
+    for place, module in model.named_modules():
+        name = f"model.{place}" if place else "model"
+        yield name, (id(module), type(module))
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+            yield f"a hook of {name}", [id(hook) for hook in hooks.values()]
+        for key, value in vars(module).items():
+            if key not in _OF_EVERY_MODULE:
+                yield f"{name}.{key}", _trait(value)
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _trait(value: Any) -> object:
+    """Something that is equal for equal values of an attribute; of an object, only which one it is."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    items = [*value.items()] if isinstance(value, dict) else value
+    if isinstance(items, list | tuple | set) and all(isinstance(each, (*_PLAIN, tuple)) for each in items):
+        return repr(value)
+    return id(value)
+
+
+def check_reached(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> None:
+    """Raise InputError if one of ``constants``, of the capture of a copy, is a parameter or buffer of ``model`` itself.
+
+    So it is where a hook or a replaced forward refers to the script's model: a pipeline would not train it there.
+    """
+    memory = {tensor.data_ptr(): name for name, tensor in (state_of(model) or {}).items() if tensor.numel()}
+    for value in constants.values():
+        if not value.is_meta and value.data_ptr() in memory:
+            raise InputError(
+                f"model: a hook or a replaced forward takes {memory[value.data_ptr()]} from the model of the script, "
+                "where a pipeline would not train it; take it from the module that the function is called with"
+            )
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor] | None:
@@ -100,10 +136,12 @@ def separate(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _like(model: nn.Module) -> nn.Module:
     """A copy of ``model`` whose parameters have no values. Their memory is untouched, so it takes none yet."""
-    stand_ins: dict[int, object] = {
+    stand_ins: dict[int, Any] = {
         id(parameter): nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
         for parameter in model.parameters()
     }
+    for parameter in model.parameters():
+        keep_gradient_hooks(parameter, stand_ins[id(parameter)])
     if not _is_copied(model, stand_ins):
         _stand_in(model, stand_ins, set())
     return copy.deepcopy(model, stand_ins)

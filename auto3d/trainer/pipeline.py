@@ -15,7 +15,7 @@ from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import Training
 from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.gather import gather, keep_optimizer_state, optimizer_state, scatter
-from auto3d.trainer.instance import build_of, state_of, traits_of
+from auto3d.trainer.instance import build_of, check_reached, state_of, traits_of
 from auto3d.trainer.planned import batch_of, plan_of
 from auto3d.trainer.samples import CollatedData
 from auto3d.trainer.settings import training_settings
@@ -43,6 +43,14 @@ class Pipeline:
         self._is_gathered = True  # whether the model has the pipeline's weights, or what the script made of them
         self._traits: dict[str, object] = {}  # those of the model in ``_planned``
         self._planned: tuple[Plan, CapturedModel] | None = None
+
+    def check_batch(self) -> None:
+        """Raise InputError if the arguments say other batch sizes than when the Trainer was made."""
+        if batch_of(setup(), self._args) != self.batch:
+            raise InputError(
+                "TrainingArguments: per_device_train_batch_size or gradient_accumulation_steps was changed since the "
+                "Trainer was made; make a Trainer with the new ones"
+            )
 
     @property
     def plan(self) -> Plan | None:
@@ -77,6 +85,7 @@ class Pipeline:
         if self._planned is None or self.is_outdated:
             self.build, self._traits = build_of(self._model), dict(traits_of(self._model))
             self._planned = plan_of(setup(), self._args, self.build, data.shapes)
+            check_reached(self._model, self._planned[1].exported.constants)
         plan, captured = self._planned
         exempt = {name for name, _ in self._model.named_parameters()} - set(decayed)
         self.settings = training_settings(self._args, iterations, exempt, loss_mean)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.utils.data import BatchSampler
 
 from auto3d.capture.export import InputSpec
 from auto3d.capture.graph import Graph
@@ -27,6 +28,12 @@ class SampleOrder(Protocol):
 
     def of(self, iteration: int) -> Sequence[int]:
         """Positions in the dataset of the samples of ``iteration``."""
+
+
+def samples_of(batches: BatchSampler) -> int:
+    """Samples of an epoch. They are not drawn: a sampler of the user's may have a state, which that would change."""
+    samples, size = len(batches.sampler), batches.batch_size  # type: ignore[arg-type]
+    return samples - samples % size if batches.drop_last else samples
 
 
 class TrainOrder:
@@ -174,7 +181,7 @@ class CollatedBatches:
         if samples == size:
             return value
         filler = value[-1:].expand(size - samples, *value.shape[1:])
-        if name in self._data.label_names:
+        if name in (*self._data.label_names, "shift_labels"):
             filler = torch.full_like(filler, IGNORED)
         return torch.cat([value[:samples], filler])
 

@@ -209,6 +209,14 @@ METHODS = frozenset(
 )
 """Methods of Trainer that a subclass may override. Any other would not be called, or not where transformers does."""
 
+_OWN_ATTRIBUTES = {
+    "optimizer": "each stage makes its own; say by TrainingArguments.optim and learning_rate what it does",
+    "lr_scheduler": "each stage follows its own; say by TrainingArguments.lr_scheduler_type what it does",
+    "compute_loss_func": "the captured loss is the model's own; compute it in the model's forward",
+    "label_smoother": "the captured loss is the model's own; smooth it in the model's forward",
+}
+"""Attributes of Trainer that transformers would use -> why they are refused, and the remedy."""
+
 EVENTS = frozenset(
     {"on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end"}
     | {"on_evaluate", "on_predict", "on_prediction_step", "on_save", "on_log", "on_push_begin"}
@@ -235,6 +243,22 @@ def check_overrides(kind: type, base: type) -> None:
                 f"{kind.__name__}.{name}: refused: it overrides a method that a pipeline cannot call; a subclass of "
                 f"auto3d.Trainer may override {', '.join(sorted(METHODS))}"
             )
+
+
+def check_attributes(trainer: Any, own: Any) -> None:
+    """Raise InputError for what a script has put into ``trainer`` and a pipeline would not use.
+
+    ``own`` is the scheduler of an earlier training, which is no script's.
+    """
+    for name in vars(trainer):
+        if callable(getattr(transformers.Trainer, name, None)):
+            raise InputError(
+                f"Trainer.{name}: refused: it was set on the trainer, and a pipeline cannot call it; a subclass of "
+                f"auto3d.Trainer may override {', '.join(sorted(METHODS))}"
+            )
+    for name, remedy in _OWN_ATTRIBUTES.items():
+        if getattr(trainer, name) not in (None, own):
+            raise InputError(f"Trainer.{name}: refused: it was set on the trainer, and {remedy}")
 
 
 def own_events(kind: type) -> list[str]:

@@ -32,8 +32,14 @@ from auto3d.trainer.loss_mean import loss_mean_of
 from auto3d.trainer.padding import padding_of
 from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.rank_zero import of_rank_0
-from auto3d.trainer.samples import CollatedData, InOrder, TrainOrder
-from auto3d.trainer.supported import check_arguments, check_callbacks, check_overrides, check_trainer
+from auto3d.trainer.samples import CollatedData, InOrder, TrainOrder, samples_of
+from auto3d.trainer.supported import (
+    check_arguments,
+    check_attributes,
+    check_callbacks,
+    check_overrides,
+    check_trainer,
+)
 from auto3d.trainer.together import TOGETHER
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -95,6 +101,7 @@ class Trainer(transformers.Trainer):
         self._between_steps = False
         self._first_item: int | None = None  # see CollatedData
         self._iterations: Iterator[tuple[int, IterationResult]] = iter(())
+        self._rate: Any = None  # a scheduler that tells the learning rate, from the first training on
         super().__init__(
             model=model,
             args=args,
@@ -130,6 +137,8 @@ class Trainer(transformers.Trainer):
         if self.train_dataset is None:
             raise InputError("Trainer.train: there is no train_dataset; give Trainer(train_dataset=)")
         check_callbacks(self.callback_handler.callbacks)
+        check_attributes(self, self._rate)
+        self._pipeline.check_batch()
         TOGETHER.call("Trainer.train", self.args.ddp_timeout)
         self.is_in_train = True
         with naming_this_rank():
@@ -203,7 +212,7 @@ class Trainer(transformers.Trainer):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         """Build this rank of the pipeline."""
-        samples = sum(map(len, train_dataloader.batch_sampler))
+        samples = samples_of(train_dataloader.batch_sampler)
         if samples < self._pipeline.batch.global_batch:
             raise InputError(
                 f"train_dataset: it has {samples} samples, fewer than a global batch of "
@@ -376,6 +385,7 @@ class Trainer(transformers.Trainer):
         """Evaluate the whole dataset of ``dataloader`` in the pipeline; all ranks must call it."""
         TOGETHER.call(f"Trainer.{'predict' if description == 'Prediction' else 'evaluate'}", self.args.ddp_timeout)
         args, samples = self.args, len(dataloader.dataset)
+        check_attributes(self, self._rate)
         data = self._evaluation_data(dataloader)
         if self._pipeline.training is None or (not self.is_in_train and self._pipeline.is_outdated):
             self._start(data, 1, None)

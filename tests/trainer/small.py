@@ -2,7 +2,7 @@
 
 import os
 import sys
-from random import SystemRandom
+from random import Random, SystemRandom
 from threading import Lock
 
 import numpy as np
@@ -263,6 +263,30 @@ MODELS = {  # losses that are means of several things over micro-batches that di
 }
 
 
+class Drawn:
+    """A sampler with a state: an epoch's order depends on how often it was asked."""
+
+    def __init__(self, samples):
+        self.samples, self.random = samples, Random(3)
+
+    def __len__(self):
+        return self.samples
+
+    def __iter__(self):
+        return iter(self.random.choices(range(self.samples), k=self.samples))
+
+
+def sampled(base, arguments):
+    """A trainer that takes its samples as a Drawn says, in four epochs of 14 of them."""
+
+    class Sampling(base):
+        def _get_train_sampler(self, *_):
+            return Drawn(14)
+
+    epochs = {"max_steps": -1, "num_train_epochs": 4}
+    return trainer(llama(), with_labels(rows(14)), classes=(Sampling, arguments), **epochs)
+
+
 def trainers(make, names, **arguments):
     """A trainer for each of the MODELS called ``names``, by name; ``make`` as ``trainer``."""
     for name in names:
@@ -407,7 +431,68 @@ def set_config(args, model, **_):
     model.config.attention_dropout = 0.5
 
 
+def set_attribute(args, model, **_):
+    model.vocab_size = 32
+
+
+def write_to_buffer(args, model, **_):
+    model.model.rotary_emb.inv_freq.mul_(2)
+
+
+def with_hook():
+    model = llama()
+    model.lm_head.weight.register_hook(lambda gradient: gradient * 0)
+    return model
+
+
+def with_closure():
+    model = llama()
+    norm = model.model.norm
+    norm.register_forward_hook(lambda module, inputs, output: output * norm.weight.mean())
+    return model
+
+
+class Labels(Tagger):
+    """Labels of which those that are ignored become another one on the way to the cross-entropy."""
+
+    def __init__(self, change, ignored):
+        super().__init__()
+        self.change, self.ignored = change, ignored
+
+    def forward(self, input_ids, labels):
+        scores = self.head(self.embed(input_ids)).transpose(1, 2)
+        changed = self.change(labels)
+        return {"loss": torch.nn.functional.cross_entropy(scores, changed, ignore_index=self.ignored)}
+
+
+def labelled(change, ignored=-100):
+    return trainer(Labels(change, ignored), with_labels(rows(14)), max_steps=4)
+
+
+def setting(name, value):
+    made = trainer()
+    setattr(made, name, value)
+    return made
+
+
+def accumulating():
+    made = trainer()
+    made.args.gradient_accumulation_steps = 4
+    return made
+
+
 FAULTS |= {
+    "a callback sets an attribute": (changing(set_attribute), "it changed model.vocab_size during the training"),
+    "a callback writes to a buffer": (changing(write_to_buffer), "the values of model.rotary_emb.inv_freq during"),
+    "a hook of a weight": (lambda: trainer(with_hook()), "lm_head.weight of LlamaForCausalLM has a gradient hook"),
+    "a hook with the script's model": (lambda: trainer(with_closure()), "takes model.norm.weight from the model of"),
+    "clamped labels": (lambda: labelled(lambda labels: labels.clamp(0)), "labels of -100 do not reach it as its"),
+    "labels of a mask": (lambda: labelled(lambda labels: torch.where(labels < 0, 3, labels)), "cross_entropy_loss of"),
+    "another ignored label": (lambda: labelled(lambda labels: labels, 0), "labels of -100 do not reach it as its"),
+    "a loss of the script": (lambda: setting("compute_loss", print), "Trainer.compute_loss: refused: it was set on"),
+    "an optimizer of the script": (lambda: setting("optimizer", object()), "Trainer.optimizer: refused: it was set on"),
+    "a scheduler of the script": (lambda: setting("lr_scheduler", object()), "Trainer.lr_scheduler: refused: it was"),
+    "other accumulation": (accumulating, "gradient_accumulation_steps was changed since the Trainer was made"),
     "a callback sets the rate": (changing(set_rate), "it changed the learning rate of optimizer.param_groups[0]"),
     "a callback freezes a weight": (changing(freeze), "it changed requires_grad of lm_head.weight"),
     "a callback writes to a weight": (changing(write), "it changed the values of lm_head.weight"),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers
 from transformers import AutoModelForCausalLM
 
-from auto3d import init
+from auto3d import Trainer, TrainingArguments, init
 from auto3d.errors import InputError
 from auto3d.trainer.together import ENDED, TOGETHER
 from tests.trainer import small
@@ -104,6 +104,18 @@ def test_losses_are_those_of_one_transformers_process(degrees, names, processes,
                 assert found == pytest.approx(wanted, rel=1e-5), name
 
 
+def losses_of_sampled(world, folder, port, *classes):
+    begin(world, folder, port, ours=not classes)
+    return losses(small.sampled(*classes or (Trainer, TrainingArguments)))
+
+
+def test_a_sampler_of_the_users_with_a_state(processes, tmp_path):
+    classes = transformers.Trainer, transformers.TrainingArguments
+    (one,) = processes.run(1, losses_of_sampled, tmp_path, None, *classes)
+    for two in processes.run(2, losses_of_sampled, tmp_path, free_port()):
+        assert two == pytest.approx(one, rel=1e-5)
+
+
 def followed(world, folder, port):
     begin(world, folder, port)
     callback = small.Follows()
@@ -166,6 +178,11 @@ def changed(world, folder, port, make=None):
     trainer.train()
     evaluate()
     model.model.requires_grad_(False)
+    trainer.train()
+    evaluate()
+    model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+    evaluate()
+    model.model.norm.variance_epsilon = 0.5
     trainer.train()
     evaluate()
     model.lm_head = torch.nn.Linear(model.config.hidden_size, 64, bias=False)
