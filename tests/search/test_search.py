@@ -283,7 +283,7 @@ def test_the_bound_is_exact_if_a_device_never_waits_and_slices_are_unequal(busie
     assert least_s(form, costs) == pytest.approx(simulate(form.schedule(), costs).makespan)
 
 
-@pytest.mark.parametrize("seed", [0, 3, *soak(1, 2)])
+@pytest.mark.parametrize("seed", [0, 3, *soak(2, 4, 6)])  # more plans fit than are kept
 def test_pruning_loses_none_of_the_best(seed):
     few = {"placement": ["megatron", "vertical"], "partition": ["blocks", "layer-assignment"], "recompute": ["full"]}
     pruned = searched(exhaustive, random_case(seed, **few))
