@@ -1,6 +1,6 @@
 """Padding of samples to one length, because a captured model has fixed shapes."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +26,16 @@ class Padding:
     """Inputs of a decoder. They are padded behind their tokens, where those attend to nothing."""
     main: str = "input_ids"
     left: bool = False  # whether the tokenizer pads on the left
+    places: bool = False  # whether the model has an embedding for each place
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         present = batch[self.main].shape[1]
         missing = self._missing(present)
+        if missing and self.left and self.places:
+            raise InputError(
+                "processing_class: its padding_side is left, and the model has an embedding for each place, which "
+                "padding to sequence_length would shift; set padding_side to right, or make all samples equally long"
+            )
         padded = dict(batch)
         for name, value in batch.items():
             if name in self.decoder:
@@ -81,4 +87,13 @@ def padding_of(length: int | None, model: nn.Module, tokenizer: Any) -> Padding 
         decoder=decoder if getattr(config, "is_encoder_decoder", False) else {},
         main=getattr(model, "main_input_name", "input_ids"),
         left=getattr(tokenizer, "padding_side", "right") == "left",
+        places=_has_any(config, _PLACES) and not _has_any(config, _RELATIVE),
     )
+
+
+_PLACES = ("n_positions", "max_position_embeddings")
+_RELATIVE = ("rope_parameters", "rope_theta", "relative_attention_num_buckets", "alibi")
+
+
+def _has_any(config: Any, names: Collection[str]) -> bool:
+    return any(getattr(config, name, None) for name in names)

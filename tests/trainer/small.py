@@ -67,6 +67,7 @@ def trainer(
     eval_dataset=None,
     callbacks=(),
     metrics=None,
+    processing_class=None,
     classes=(Trainer, TrainingArguments),
     **arguments,
 ):
@@ -80,6 +81,7 @@ def trainer(
         eval_dataset=eval_dataset,
         data_collator=collator,
         compute_metrics=metrics,
+        processing_class=processing_class,
         callbacks=list(callbacks),
     )
 
@@ -439,6 +441,14 @@ def write_to_buffer(args, model, **_):
     model.model.rotary_emb.inv_freq.mul_(2)
 
 
+def padded_left():
+    words = tokenizer()
+    words.padding_side = "left"
+    samples = [{"input_ids": row} for row in rows(ragged=True)]
+    collator = DataCollatorForLanguageModeling(words, mlm=False)
+    return trainer(gpt2(), samples, collator=collator, sequence_length=16, processing_class=words)
+
+
 def with_hook():
     model = llama()
     model.lm_head.weight.register_hook(lambda gradient: gradient * 0)
@@ -484,6 +494,7 @@ def accumulating():
 FAULTS |= {
     "a callback sets an attribute": (changing(set_attribute), "it changed model.vocab_size during the training"),
     "a callback writes to a buffer": (changing(write_to_buffer), "the values of model.rotary_emb.inv_freq during"),
+    "padding before places": (padded_left, "padding_side is left, and the model has an embedding for each place"),
     "a hook of a weight": (lambda: trainer(with_hook()), "lm_head.weight of LlamaForCausalLM has a gradient hook"),
     "a hook with the script's model": (lambda: trainer(with_closure()), "takes model.norm.weight from the model of"),
     "clamped labels": (lambda: labelled(lambda labels: labels.clamp(0)), "labels of -100 do not reach it as its"),
