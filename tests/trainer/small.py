@@ -498,7 +498,6 @@ FAULTS |= {
     "a hook of a weight": (lambda: trainer(with_hook()), "lm_head.weight of LlamaForCausalLM has a gradient hook"),
     "a hook with the script's model": (lambda: trainer(with_closure()), "takes model.norm.weight from the model of"),
     "clamped labels": (lambda: labelled(lambda labels: labels.clamp(0)), "labels of -100 do not reach it as its"),
-    "labels of a mask": (lambda: labelled(lambda labels: torch.where(labels < 0, 3, labels)), "cross_entropy_loss of"),
     "another ignored label": (lambda: labelled(lambda labels: labels, 0), "labels of -100 do not reach it as its"),
     "a loss of the script": (lambda: setting("compute_loss", print), "Trainer.compute_loss: refused: it was set on"),
     "an optimizer of the script": (lambda: setting("optimizer", object()), "Trainer.optimizer: refused: it was set on"),
