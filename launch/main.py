@@ -14,9 +14,14 @@ from launch.commands.exit_codes import BAD_INPUT, INTERRUPTED, complain
 from launch.run.end_now import end_now
 
 
+def run_command() -> None:
+    """Run the command in a process of its own; what Python calls for `auto3d`."""
+    _fix_hash_seed()
+    main()
+
+
 def main() -> None:
     """Run the command; every expected error ends it with one line on standard error and an exit code."""
-    _fix_hash_seed()
     collect_rarely()
     _prepare_streams()
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGTERM counts as an interrupt
@@ -97,4 +102,4 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command()
