@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map_only
 from auto3d.capture.describe import is_random
 from auto3d.capture.export import ExportedModel
 from auto3d.capture.nodes import args_of, kwargs_of, target_of
-from auto3d.data.interface import IGNORED
 
 _MEAN = 1  # number of the reduction in torch
+_IGNORED = -100  # a label that counts nowhere, as data have it: the default of torch's ignore_index
 _CROSS_ENTROPIES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 _MEANS_OF_ALL = frozenset(  # means over all elements unless their argument ``reduction`` says otherwise
     {"mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"}
@@ -209,7 +209,7 @@ class _Analysis:
 
     def _target_term(self, node: fx.Node) -> TargetTerm:
         ignored, target = int(_argument(node, "ignore_index")), _argument(node, "target")
-        unlabelled = self._evaluated(target, label=IGNORED)
+        unlabelled = self._evaluated(target, label=_IGNORED)
         return TargetTerm(
             name=node.name,
             ignore_index=ignored,
