@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from auto3d.capture.block_state import OF_EVERY_MODULE
 from auto3d.capture.errors import CaptureError
 from auto3d.capture.skeleton import keep_gradient_hooks, skeleton
 
@@ -58,11 +59,8 @@ def _map_held(module: nn.Module, replace: Callable[[str, torch.Tensor], torch.Te
 
     for prefix, owner in module.named_modules():
         for name, value in list(vars(owner).items()):
-            if name not in _OF_MODULES and isinstance(value, torch.Tensor | dict | list | tuple):
+            if name not in OF_EVERY_MODULE and isinstance(value, torch.Tensor | dict | list | tuple):
                 owner.__dict__[name] = mapped(f"{prefix}.{name}" if prefix else name, value)
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module: its parameters, buffers, hooks, submodules
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from auto3d.capture.block_state import OF_EVERY_MODULE
 from auto3d.capture.empty import buffers_of
 from auto3d.capture.skeleton import keep_gradient_hooks
 from auto3d.errors import InputError
@@ -70,11 +71,10 @@ def traits_of(model: nn.Module) -> Iterator[tuple[str, object]]:
         for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
             yield f"a hook of {name}", [id(hook) for hook in hooks.values()]
         for key, value in vars(module).items():
-            if key not in _OF_EVERY_MODULE:
+            if key not in OF_EVERY_MODULE:
                 yield f"{name}.{key}", _trait(value)
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None))
 
 

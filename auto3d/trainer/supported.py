@@ -39,6 +39,8 @@ class Refused:
 
 Decision = Honoured | WithoutEffect | Refused
 
+_LOSS = "the captured loss is the model's own; compute it in the model's forward"
+_SMOOTHED = "the captured loss is the model's own; smooth it in the model's forward"
 _HUB = Refused("upload the folder that save_model() writes")
 _DDP = Refused("gradients are summed by auto3d's own buckets")
 _SHARDS = Refused("auto3d.init(dp=, tp=, pp=, shard_optimizer=True) says how the model is divided")
@@ -68,7 +70,7 @@ ARGUMENTS: Mapping[str, Decision] = {
     "gradient_accumulation_steps": Honoured(),
     "average_tokens_across_devices": Refused("a loss is the mean over the real targets of the whole batch", (True,)),
     "max_grad_norm": Honoured(),
-    "label_smoothing_factor": Refused("the captured loss is the model's own; smooth it in the model's forward", (0.0,)),
+    "label_smoothing_factor": Refused(_SMOOTHED, (0.0,)),
     "bf16": Honoured(),
     "fp16": Honoured(),
     "bf16_full_eval": _FULL_EVAL,
@@ -192,7 +194,7 @@ TRAINER: Mapping[str, Decision] = {
     "eval_dataset": Honoured(),
     "processing_class": Honoured(),
     "model_init": Refused("pass model="),
-    "compute_loss_func": Refused("the captured loss is the model's own; compute it in the model's forward"),
+    "compute_loss_func": Refused(_LOSS),
     "compute_metrics": Honoured(),
     "callbacks": Honoured(),
     "optimizers": Refused(
@@ -209,11 +211,13 @@ METHODS = frozenset(
 )
 """Methods of Trainer that a subclass may override. Any other would not be called, or not where transformers does."""
 
+_MAY_OVERRIDE = f"a subclass of auto3d.Trainer may override {', '.join(sorted(METHODS))}"
+
 _OWN_ATTRIBUTES = {
     "optimizer": "each stage makes its own; say by TrainingArguments.optim and learning_rate what it does",
     "lr_scheduler": "each stage follows its own; say by TrainingArguments.lr_scheduler_type what it does",
-    "compute_loss_func": "the captured loss is the model's own; compute it in the model's forward",
-    "label_smoother": "the captured loss is the model's own; smooth it in the model's forward",
+    "compute_loss_func": _LOSS,
+    "label_smoother": _SMOOTHED,
 }
 """Attributes of Trainer that transformers would use -> why they are refused, and the remedy."""
 
@@ -240,8 +244,7 @@ def check_overrides(kind: type, base: type) -> None:
     for name in dir(transformers.Trainer):
         if getattr(kind, name) is not getattr(base, name, None) and name not in METHODS and not name.startswith("__"):
             raise InputError(
-                f"{kind.__name__}.{name}: refused: it overrides a method that a pipeline cannot call; a subclass of "
-                f"auto3d.Trainer may override {', '.join(sorted(METHODS))}"
+                f"{kind.__name__}.{name}: refused: it overrides a method that a pipeline cannot call; {_MAY_OVERRIDE}"
             )
 
 
@@ -253,8 +256,7 @@ def check_attributes(trainer: Any, own: Any) -> None:
     for name in vars(trainer):
         if callable(getattr(transformers.Trainer, name, None)):
             raise InputError(
-                f"Trainer.{name}: refused: it was set on the trainer, and a pipeline cannot call it; a subclass of "
-                f"auto3d.Trainer may override {', '.join(sorted(METHODS))}"
+                f"Trainer.{name}: refused: it was set on the trainer, and a pipeline cannot call it; {_MAY_OVERRIDE}"
             )
     for name, remedy in _OWN_ATTRIBUTES.items():
         if getattr(trainer, name) not in (None, own):

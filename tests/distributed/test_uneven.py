@@ -285,7 +285,7 @@ def test_a_rank_loads_its_own_samples_of_its_own_inputs(processes, tmp_path, dp,
         pipeline = plan.position(rank)[1]
         micro_batches = [2 * pipeline, 2 * pipeline + 1]
         if dp > 1:
-            micro_batches.insert(1, 2 * ((pipeline + 1) % dp))  # that of another pipeline, to compare
+            micro_batches.insert(1, 2 * ((pipeline + 1) % dp))  # the next pipeline's first, which this rank compares
         numbers = [6 * m + i for m in micro_batches for i in range(6) if i * replicas_here // 6 == replica]
         assert samples == [iteration * plan.global_batch + number for iteration in range(2) for number in numbers]
 
