@@ -37,7 +37,7 @@ def check_same_plan(plan: Plan, *, timeout_s: float) -> None:
     bounds = torch.tensor([number, -number])
     with waiting_for("the plans of all ranks", timeout_s):
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-    if bounds[0] == -bounds[1]:
+    if not bounds.sum().item():  # the largest number less the smallest
         return
     found: list[tuple[str, int] | None] = [None] * dist.get_world_size()
     with waiting_for("the fingerprints of all ranks' programs", timeout_s):

@@ -157,7 +157,7 @@ def put_files(folder: Path) -> None:
     (folder / "m.csv").write_text("\n".join([f"{','.join(keys)},measured_s", *measured, *measured]))  # a fit needs 20
 
 
-@pytest.mark.timeout(3600 if WHOLE else 600)
+@pytest.mark.timeout(7200 if WHOLE else 1800)  # each command has a limit of its own; this is for all of a page
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page_run_in_order(page: str, tmp_path: Path, request: pytest.FixtureRequest):
     """Those of README run from the wheel, in a folder of a user's; the others from the clone."""
