@@ -393,7 +393,7 @@ class CostModel:
         elements = self._work.tables(samples, share).parameters(((0, len(work)),))
         moments = training.moments * elements
         if training.state_elements is not None:
-            moments = sum(map(training.state_elements, work.tensors.shapes))
+            moments = sum(map(training.state_elements, work.tensors.parameters, work.tensors.shapes))
         return WholeBytes(
             weights=elements * (training.weight_bytes + training.sync_bytes),
             optimizer=4 * moments + training.master_bytes * elements,

@@ -32,8 +32,11 @@ class TrainingOptions:
     """Temporaries of an update: copies of the parameter at hand, and of the one before it."""
     sums_have_copies: bool = False
     """Under ZeRO-1 a rank receives the other ranks' gradients of its slice before it adds them."""
-    state_elements: Callable[[Sequence[int]], float] | None = None
-    """Elements of the optimizer's state of a parameter of this shape; None: ``moments`` for each element."""
+    state_elements: Callable[[str, Sequence[int]], float] | None = None
+    """float32 elements of the optimizer's state of a parameter of this name and shape; None: ``moments`` for each
+    element."""
+    update_flops: Callable[[str, Sequence[int]], float] | None = None
+    """FLOPs of the optimizer's matrix products for a parameter of this name and shape; None: it has none."""
 
     @property
     def master_bytes(self) -> int:

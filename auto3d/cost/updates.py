@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from auto3d.cluster import Accelerator
+from auto3d.cost.memory.parameters import parameters_of
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
 from auto3d.cost.training_options import TrainingOptions
@@ -25,6 +26,10 @@ def update_s(
     each, bandwidth = accelerator.update_s, accelerator.memory_bandwidth * accelerator.memory_efficiency
     if each is None:
         each = training.update_traffic / bandwidth
+        if training.update_flops is not None and elements:
+            parameters = parameters_of(work.tables_of(plan), stage.operations)
+            flops = sum(training.update_flops(one.name, one.shape) for one in parameters)
+            each += flops / (accelerator.peak_flops * accelerator.matrix_efficiency) / elements
     whole = elements * training.times.whole_update_bytes / bandwidth
     if not plan.shard_optimizer:
         return whole + elements * each

@@ -106,7 +106,7 @@ class RealBackend:
                 all_holders=layout.all_holders,
                 private=[name for name in trained if name in private],
                 uncounted=layout.uncounted_parameters,
-                exempt=layout.exempt,
+                rules=layout.rules,
                 sharded=layout.plan.shard_optimizer,
                 device=self.device,
                 run_ahead=self.run_ahead,

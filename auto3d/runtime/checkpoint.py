@@ -89,7 +89,7 @@ def learnt_by(plan: Plan, optimizer: OptimizerSettings) -> dict[str, str]:
     return {
         "global batch": str(plan.global_batch),
         "seed": str(plan.seed),
-        "optimizer": optimizer.optimizer,
+        "optimizer": ", ".join(filter(None, (optimizer.optimizer, *(group.optimizer for group in optimizer.groups)))),
     }
 
 

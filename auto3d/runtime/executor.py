@@ -7,7 +7,6 @@ from math import isfinite
 from time import perf_counter
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.runtime.batch_targets import BatchTargets
 from auto3d.runtime.exchange import Exchange
@@ -15,6 +14,7 @@ from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.loss_scale import LossScale
 from auto3d.runtime.observer import StepObserver
+from auto3d.runtime.optimizer import Optimizers
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
@@ -52,7 +52,7 @@ class Executor:
     def __init__(
         self,
         stages: Mapping[PipeStage, RunnableStage],
-        optimizers: Mapping[PipeStage, tuple[torch.optim.Optimizer, LRScheduler] | None],
+        optimizers: Mapping[PipeStage, Optimizers],
         inputs: MicroBatchInputs,
         peers: Peers,
         *,
@@ -196,9 +196,7 @@ class Executor:
                 self._sync.scale(factor)
         self._stages[pipe_stage].weights.next()
         self._updates[pipe_stage] += 1
-        optimizer_and_rate = self._optimizers[pipe_stage]
-        if optimizer_and_rate is not None and not self._skips:
-            optimizer, learning_rate = optimizer_and_rate
+        for optimizer, learning_rate in () if self._skips else self._optimizers[pipe_stage]:
             optimizer.step()
             if self._updates[pipe_stage] % self._program.updates == 0:  # the rate changes once per iteration
                 learning_rate.step()

@@ -13,6 +13,7 @@ from torch import nn
 
 from auto3d.partition.stage import Stage
 from auto3d.plan import Plan
+from auto3d.runtime.parameter_groups import UpdateRules
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.slice_collectives import Begun, all_gather, all_reduce, reduce_scatter
 from auto3d.runtime.waiting import waiting_for
@@ -71,7 +72,8 @@ class GradientSync:
 
     With ``sharded`` (ZeRO-1), the weights of a bucket that several ranks hold are in a flat buffer too. Its gradients
     are reduce-scattered, so that each holder has the sum of its slice; ``shards`` has these slices for the optimizer.
-    Gathers send the updated slices to all holders. Parameters named in ``exempt`` are exempt from weight decay.
+    Gathers send the updated slices to all holders.
+    Parameters of which ``rules`` say the same are updated together; they are needed where it is sharded.
 
     ``holders`` are those of this rank's parameters, ``all_holders`` those of every rank's, by default the same ones.
     Every rank must construct it with the same ``all_holders``, because it makes process groups: one for each set of
@@ -87,7 +89,7 @@ class GradientSync:
         all_holders: Collection[Holders] | None = None,
         private: Collection[str] = (),
         uncounted: Collection[str] = (),
-        exempt: Collection[str] = (),
+        rules: UpdateRules | None = None,
         sharded: bool = False,
         device: torch.device,
         run_ahead: RunAhead,
@@ -102,7 +104,10 @@ class GradientSync:
         self._names: dict[Bucket, list[str]] = {}
         self._private = [(parameters[name], holders[name], name not in uncounted) for name in private]
         # All ranks have this order in common; the order in which stages use parameters differs.
-        for name in sorted(holders, key=lambda name: (name in uncounted, name in exempt)):
+        rules = rules or {}
+        distinct = list(dict.fromkeys(rules.values()))
+        number_of = {name: distinct.index(rule) for name, rule in rules.items()}
+        for name in sorted(holders, key=lambda name: (name in uncounted, number_of.get(name, 0))):
             if name in parameters and name not in private:
                 self._names.setdefault((holders[name], str(parameters[name].dtype)), []).append(name)
         self._buffers: dict[Bucket, torch.Tensor] = {}
@@ -110,7 +115,7 @@ class GradientSync:
         self._scaled: dict[Bucket, torch.Tensor] = {}  # elements that this rank's optimizer reads
         self.shards: dict[Bucket, WeightShard] = {}
         for bucket, names in self._names.items():
-            self._make(bucket, {name: parameters[name] for name in names}, uncounted, exempt)
+            self._make(bucket, {name: parameters[name] for name in names}, uncounted, rules)
         self._sums: list[tuple[Begun, Holders]] = []
         self._gathers: list[tuple[Begun, Holders]] = []
         for each, group in self._groups.items():  # now, because connecting blocks: not between messages
@@ -122,7 +127,7 @@ class GradientSync:
         bucket: Bucket,
         parameters: Mapping[str, nn.Parameter],
         uncounted: Collection[str],
-        exempt: Collection[str],
+        rules: UpdateRules,
     ) -> None:
         """Make the flat buffers of ``bucket``."""
         ranks, rank = bucket[0].ranks, dist.get_rank()
@@ -135,7 +140,7 @@ class GradientSync:
             return
         size = -(-size // len(ranks)) * len(ranks)
         self._buffers[bucket] = buffer = _flat_gradients(parameters, starts, size)
-        shard = WeightShard(parameters, starts, buffer, number=ranks.index(rank), ranks=len(ranks), exempt=exempt)
+        shard = WeightShard(parameters, starts, buffer, number=ranks.index(rank), ranks=len(ranks), rules=rules)
         self.shards[bucket] = shard
         self._scaled[bucket] = buffer[shard.first : shard.last]
         self._counted[bucket] = buffer[shard.first : max(shard.first, min(shard.last, counted))]

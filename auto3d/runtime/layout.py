@@ -18,6 +18,7 @@ from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import AUTO3D, Plan, PlanError, StagePlan
 from auto3d.runtime.gradient_sync import Holders, holders
 from auto3d.runtime.optimizer_checks import check_optimizer, exempt_names
+from auto3d.runtime.parameter_groups import UpdateRules, update_rules
 from auto3d.runtime.replicas import rank_program, replicas_of_devices, resplit_dimensions
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
@@ -42,7 +43,7 @@ class PlanLayout:
     replicas: tuple[int, ...]  # number of replicas, the same for all stages of a pipeline device
     sample_dimensions: Mapping[str, int]  # dimension of samples of each value that goes to more or fewer replicas
     terms: LossTerms  # terms of the loss of one operation; none if devices are emulated, which compute no loss
-    exempt: frozenset[str]  # parameters without weight decay
+    rules: UpdateRules  # how each trained parameter is updated
 
     @property
     def schedule(self) -> Schedule:
@@ -71,7 +72,7 @@ class RankLayout:
     """For each pipeline device, its ranks with this rank's shard in this rank's pipeline."""
     sample_dimensions: Mapping[str, int]  # dimension of samples of each value that goes to more or fewer replicas
     samples: int  # samples that all replicas of a stage run together
-    exempt: frozenset[str]  # parameters without weight decay
+    rules: UpdateRules  # how each trained parameter is updated
     state_names: tuple[str, ...]  # all parameters and buffers of the model; none if devices are emulated
     terms: LossTerms  # terms of the loss of one operation, for all samples that the replicas run together
     settings: TrainingSettings
@@ -220,7 +221,8 @@ def lay_out_plan(
     replicas = replicas_of_devices(plan, first)
     check_trainable(first, stages, captured.graph.trained, clip_norm=settings.optimizer.clip_norm)
     check_carried_buffers(captured.graph, plan, first, stages)
-    check_optimizer(captured, plan, settings)
+    rules = update_rules(captured.graph, settings.optimizer, exempt_names(captured, settings.optimizer.exempt))
+    check_optimizer(captured, plan, settings, rules)
     if settings.emulation is not None:
         settings.emulation.check_fits(plan.stages)
     program = rank_program(captured, plan, 1)
@@ -233,7 +235,7 @@ def lay_out_plan(
         stages=stages,
         replicas=replicas,
         terms=LossTerms() if settings.emulation is not None else terms_of_slice(captured, first.slices),
-        exempt=exempt_names(captured, settings.optimizer.exempt),
+        rules=rules,
         sample_dimensions=resplit_dimensions(captured, plan, of_ranks),  # last: it may capture the model
     )
 
@@ -288,7 +290,7 @@ def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
         ),
         sample_dimensions=common.sample_dimensions,
         samples=common.captured.graph.micro_batch_size,
-        exempt=common.exempt,
+        rules=common.rules,
         state_names=tuple(sorted(names)),
         terms=common.terms,
         settings=common.settings,

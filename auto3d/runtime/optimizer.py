@@ -1,6 +1,6 @@
 """Optimizers of torch and learning-rate schedules of transformers."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from auto3d.errors import InputError
 from auto3d.runtime.offload import offloaded
-from auto3d.runtime.optimizer_class import FUSED, optimizer_class
+from auto3d.runtime.optimizer_class import FUSED, optimizer_class, traits_of
+from auto3d.runtime.optimizer_state import note_counts
+from auto3d.runtime.parameter_groups import UpdateRules
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES, OptimizerSettings
 from auto3d.runtime.weight_shard import WeightShard
@@ -38,30 +40,50 @@ def _have_fused_update(parameters: Sequence[nn.Parameter]) -> bool:
     return all(p.is_cuda and p.is_floating_point() and p.is_contiguous() for p in parameters)
 
 
+Optimizers = tuple[tuple[torch.optim.Optimizer, LRScheduler], ...]
+"""The optimizers of some parameters, each with its learning-rate schedule."""
+
+
+def build_optimizers(
+    parameters: Mapping[str, nn.Parameter],
+    rules: UpdateRules,
+    *,
+    iterations: int,
+    shards: Sequence[WeightShard] = (),
+    run_ahead: RunAhead | None = None,
+) -> Optimizers:
+    """One optimizer for the ``parameters`` and the slices of ``shards`` (ZeRO-1) of each of ``rules``.
+
+    The other arguments and errors are those of ``build_optimizer``.
+    """
+    updated: dict[OptimizerSettings, list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        updated.setdefault(rules[name], []).append(parameter)
+    for piece in (piece for shard in shards for piece in shard.pieces):
+        updated.setdefault(piece.rule, []).append(piece.tensor)
+    return tuple(
+        build_optimizer(each, rule, iterations=iterations, shards=shards, run_ahead=run_ahead)
+        for rule, each in updated.items()
+    )
+
+
 def build_optimizer(
     parameters: Sequence[nn.Parameter],
     settings: OptimizerSettings,
     *,
     iterations: int,
-    exempt: Collection[nn.Parameter] = (),
     shards: Sequence[WeightShard] = (),
     run_ahead: RunAhead | None = None,
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """The optimizer of ``parameters``, and its learning-rate schedule for ``iterations`` iterations.
 
-    Weight decay leaves out the parameters in ``exempt``. Of the weights in ``shards`` (ZeRO-1) it updates this rank's
-    slices. With ``run_ahead``, and if the settings say so, its state and its update are on the host. Raises InputError
-    for settings that no optimizer or schedule accepts.
+    ``settings`` have no groups. Some parameters may be slices of ``shards``. With ``run_ahead``, and if the settings
+    say so, its state and its update are on the host. Raises InputError for settings that no optimizer or schedule
+    accepts.
     """
     kind, options = optimizer_class(settings)
-    without = {id(parameter) for parameter in exempt}
-    decayed = [parameter for parameter in parameters if id(parameter) not in without]
-    others = [parameter for parameter in parameters if id(parameter) in without]
-    for piece in (piece for shard in shards for piece in shard.pieces):
-        (decayed if piece.decays else others).append(piece.tensor)
-    groups: list[dict[str, Any]] = [{"params": decayed}] if decayed or not others else []
-    if others:
-        groups.append({"params": others, "weight_decay": 0.0})
+    counts = traits_of(settings).counts
+    groups: list[dict[str, Any]] = [{"params": list(parameters)}]
 
     def follow(*_: object) -> None:
         for shard in shards:
@@ -70,11 +92,12 @@ def build_optimizer(
     if settings.offload and run_ahead is not None:
         optimizer = offloaded(groups, lambda on_host: kind(on_host, **options), run_ahead, before_step=follow)
     else:
-        if kind in FUSED and _have_fused_update([*decayed, *others]):
+        if kind in FUSED and _have_fused_update(parameters):
             options["fused"] = True
         optimizer = kind(groups, **options)
         if shards:
             optimizer.register_step_pre_hook(follow)
+    note_counts(optimizer, counts)
     return optimizer, _learning_rate_schedule(optimizer, settings, iterations)
 
 

@@ -1,32 +1,53 @@
-"""Refuses optimizers that a plan cannot run, before any rank starts; resolves the parameters without weight decay."""
+"""Refuses optimizers that a plan cannot run, before any rank starts; finds the parameters without weight decay."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
+from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.skeleton import skeleton
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.optimizer import check_schedule
-from auto3d.runtime.optimizer_class import is_elementwise, optimizer_class
-from auto3d.runtime.settings import BIASES_AND_NORMS, TrainingSettings
+from auto3d.runtime.optimizer_class import is_elementwise, traits_of
+from auto3d.runtime.parameter_groups import UpdateRules
+from auto3d.runtime.settings import BIASES_AND_NORMS, MUON, OptimizerSettings, TrainingSettings
 
 
-def check_optimizer(captured: CapturedModel, plan: Plan, settings: TrainingSettings) -> None:
-    """Raise InputError unless ranks of ``plan`` can update their part of the weights as one process updates all."""
+def check_optimizer(captured: CapturedModel, plan: Plan, settings: TrainingSettings, rules: UpdateRules) -> None:
+    """Raise InputError unless ranks of ``plan`` can update their part of the weights by ``rules`` like one process."""
     optimizer = settings.optimizer
-    optimizer_class(optimizer)
     check_schedule(optimizer, settings.iterations)
     if optimizer.offload and settings.device == "cpu" and settings.emulation is None:
         raise InputError("offload_optimizer: true, but ranks on CPUs hold the optimizer's state on the host; use false")
-    if is_elementwise(optimizer):
+    check_updates(captured.graph, plan, rules)
+
+
+def check_updates(graph: Graph, plan: Plan, rules: UpdateRules) -> None:
+    """Raise InputError unless the optimizers of ``rules`` can update what each rank of ``plan`` has of the weights."""
+    for rule in dict.fromkeys(rules.values()):
+        _check_rule(graph, plan, rule, [name for name, other in rules.items() if other == rule])
+
+
+def _check_rule(graph: Graph, plan: Plan, rule: OptimizerSettings, names: Sequence[str]) -> None:
+    """Raise InputError unless ranks of ``plan`` can update the parameters called ``names`` by ``rule``."""
+    dimensions = traits_of(rule).dimensions
+    for name in names:
+        shape = graph.parameters[name].shape
+        if max(1, min(len(shape), 4)) not in dimensions:
+            raise InputError(
+                f"optimizer: {rule.optimizer} cannot update {name} of shape {list(shape)}; give it another optimizer by "
+                f"parameter_groups, or use {MUON}, which leaves all but hidden matrices to adamw"
+            )
+    if not plan.shard_optimizer and not plan.split.keys() & set(names):
         return
-    mixes = f"optimizer: {optimizer.optimizer} combines the elements of a weight"
+    if is_elementwise(rule):
+        return
+    mixes = f"optimizer: {rule.optimizer} combines the elements of a weight"
     if plan.shard_optimizer:
         raise InputError(f"{mixes}, and shard_optimizer gives each rank a slice of it; use shard_optimizer=false")
-    split = next((name for name in sorted(plan.split) if name in captured.graph.trained), None)
-    if split is not None:
-        raise InputError(f"{mixes}, and tp = {plan.tp} splits {split}; use tp = 1 or an elementwise optimizer")
+    split = min(plan.split.keys() & set(names))
+    raise InputError(f"{mixes}, and tp = {plan.tp} splits {split}; use tp = 1 or an elementwise optimizer")
 
 
 def exempt_names(captured: CapturedModel, exempt: tuple[str, ...]) -> frozenset[str]:

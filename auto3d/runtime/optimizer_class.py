@@ -1,6 +1,9 @@
 """Which class of optimizer a training uses, with which arguments; refuses those that it cannot run exactly."""
 
 import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -9,10 +12,10 @@ import torch
 from torch import nn
 
 from auto3d.errors import InputError
-from auto3d.runtime.settings import OPTIMIZERS, OptimizerSettings
+from auto3d.runtime.settings import MUON, OPTIMIZERS, OptimizerSettings
 
 # Each element's update depends on that element of the weight, its gradient and its state alone, so any rank may update
-# any slice of a weight. Adafactor and Muon mix the elements of a weight.
+# any slice of a weight. Adafactor and Muon mix the elements of a weight. Other classes are tried.
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
@@ -28,18 +31,65 @@ _OURS = {  # argument -> what sets it
     "fused": "the device",
 }
 _PROBE_SCALES = (1.0, 1e-3, 1e3, 1.0, 0.1, 10.0, 1.0, 1.0)  # one factor of the gradients for each step
+_PROBE_SHAPES = ((6, 4), (5,), (3, 2, 2, 2), (3, 4, 2))
+# Larger than what factored and quantised states begin at, and divided where a vector of any processor ends.
+_LARGE_PROBE, _LARGE_PROBE_AT, _LARGE_PROBE_STEPS = (1024, 1040), 320_000, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What steps of an optimizer on small parameters have shown."""
+
+    dimensions: frozenset[int]  # numbers of dimensions of the parameters that it updates
+    counts: tuple[str, ...]  # numbers of its parameter groups that its steps change
+
+
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Try optimizers without a pool of threads: this process may fork ranks, and a pool does not outlive a fork."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def optimizer_class(settings: OptimizerSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class of ``settings`` and its arguments. Raises InputError if it cannot be used, before any training."""
-    kind, arguments = _class_and_arguments(settings)
-    _check(settings, kind, arguments)
-    return kind, arguments
+    traits_of(settings)
+    return _class_and_arguments(settings)
 
 
+@cache
+@on_one_thread()
 def is_elementwise(settings: OptimizerSettings) -> bool:
     """Whether a rank may update any slice of a weight alone."""
-    return _class_and_arguments(settings)[0] in ELEMENTWISE
+    kind, arguments = _class_and_arguments(settings)
+    if kind in ELEMENTWISE:
+        return True
+    if not {1, 2} <= traits_of(settings).dimensions:
+        return False
+    small = [(shape, 2) for shape in _PROBE_SHAPES if len(shape) in traits_of(settings).dimensions]
+    large = (_LARGE_PROBE, _LARGE_PROBE_AT)
+    return all(_updates_slices_alone(kind, arguments, *each) for each in (*small, large))
+
+
+def _updates_slices_alone(
+    kind: type[torch.optim.Optimizer], arguments: dict[str, Any], shape: Sequence[int], middle: int
+) -> bool:
+    """Whether two slices of a parameter of ``shape``, cut at element ``middle``, are updated like the whole of it."""
+    (whole,) = _probes([shape])
+    parts = [nn.Parameter(part.clone()) for part in whole.detach().flatten().tensor_split([middle])]
+    together, alone = kind([whole], **arguments), [kind([part], **arguments) for part in parts]
+    scales = _PROBE_SCALES[:_LARGE_PROBE_STEPS] if shape == _LARGE_PROBE else _PROBE_SCALES
+    for step, scale in enumerate(scales):
+        whole.grad = _gradient(whole, step, scale)
+        for part, gradient in zip(parts, whole.grad.flatten().tensor_split([middle]), strict=True):
+            part.grad = gradient.clone()
+        for optimizer in (together, *alone):
+            optimizer.step()
+    return torch.equal(whole.detach().flatten(), torch.cat([part.detach() for part in parts]))
 
 
 def _class_and_arguments(settings: OptimizerSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -49,6 +99,10 @@ def _class_and_arguments(settings: OptimizerSettings) -> tuple[type[torch.optim.
         kind, options["betas"] = torch.optim.AdamW, settings.betas
     elif settings.optimizer == "sgd":
         kind, options["momentum"] = torch.optim.SGD, settings.momentum
+    elif settings.optimizer == MUON:
+        # The scale that gives its updates the size of AdamW's, so that one learning rate serves both (J. Liu and
+        # others, 2025, "Muon is scalable for LLM training", section 2.2).
+        kind, options["adjust_lr_fn"] = torch.optim.Muon, "match_rms_adamw"
     elif settings.optimizer == "adafactor":
         # transformers' class, with the options of its Trainer: torch's has no first moment and another update.
         from transformers.optimization import Adafactor  # takes each rank two seconds if nothing else needs it
@@ -90,41 +144,81 @@ def _imported(path: str) -> type[torch.optim.Optimizer]:
     return kind
 
 
-def _check(settings: OptimizerSettings, kind: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> None:
-    """Try the optimizer on small parameters: it must accept its arguments and update each parameter on its own."""
+@cache
+@on_one_thread()
+def traits_of(settings: OptimizerSettings) -> Traits:
+    """Try the optimizer on small parameters: it must accept its arguments and update each parameter on its own.
+
+    Raises InputError if it does not, or keeps what checkpoints cannot hold.
+    """
     name = settings.optimizer
+    kind, arguments = _class_and_arguments(settings)
     try:
-        kind(_probes()[:1], **arguments)
+        kind(_probes(_PROBE_SHAPES[:1]), **arguments)
     except Exception as error:  # a class may raise anything
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
         accepted = ", ".join(each for each in inspect.signature(kind).parameters if each not in _OURS)
-        raise InputError(f"optimizer_arguments: {name} refuses them: {line}; it accepts {accepted}") from None
+        raise InputError(f"optimizer_arguments: {name} refuses them: {_line(error)}; it accepts {accepted}") from None
     if kind in ELEMENTWISE:
-        return
+        return Traits(dimensions=frozenset(map(len, _PROBE_SHAPES)), counts=())
     try:
-        together = kind(_probes(), **arguments)
-        groups = [_numbers(group) for group in together.param_groups]
-        after = _stepped(together)
-        alone = [_stepped(kind([probe], **arguments))[0] for probe in _probes()]
+        _stepped(kind(_probes(_PROBE_SHAPES[:1]), **arguments))
     except Exception as error:
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"optimizer: {name} cannot update dense parameters of 1 to 4 dimensions: {line}") from None
-    if not all(torch.equal(one, other) for one, other in zip(after, alone, strict=True)):
+        raise InputError(f"optimizer: {name} cannot update dense matrices: {_line(error)}") from None
+    shapes = [shape for shape in _PROBE_SHAPES if _can_update(kind, arguments, shape)]
+    together = kind(_probes(shapes), **arguments)
+    alone = [kind(_probes([shape]), **arguments) for shape in shapes]
+    before = _numbers(together)
+    try:
+        after = _stepped(together)
+    except Exception as error:
+        raise InputError(f"optimizer: {name} cannot update parameters of several shapes: {_line(error)}") from None
+    if not all(torch.equal(one, _stepped(other)[0]) for one, other in zip(after, alone, strict=True)):
         raise InputError(f"optimizer: {name} mixes its parameters, which are on several ranks; use another")
-    if groups != [_numbers(group) for group in together.param_groups]:
-        raise InputError(f"optimizer: {name} keeps numbers in its parameter groups, which checkpoints do not hold")
+    counts = tuple(key for key, value in _numbers(together).items() if before.get(key) != value)
+    if any(_numbers(other) != _numbers(together) for other in alone):
+        raise InputError(
+            f"optimizer: {name} keeps numbers in its parameter groups that depend on the parameters, which are on "
+            "several ranks; use another"
+        )
+    for group in together.param_groups:
+        _check_kept(name, ((key, group[key]) for key in counts), torch_too=False)
     for state in together.state.values():
-        for key, value in state.items():
-            if not isinstance(value, torch.Tensor | int | float | None):
-                raise InputError(f"optimizer: {name} keeps a {type(value).__name__} ({key}), which checkpoints cannot")
+        _check_kept(name, state.items(), torch_too=True)
+    return Traits(dimensions=frozenset(map(len, shapes)), counts=counts)
 
 
-def check_resumes(settings: OptimizerSettings) -> None:
-    """Raise InputError if the optimizer keeps, besides its state, what a checkpoint does not hold."""
+def _check_kept(name: str, values: Iterable[tuple[str, Any]], *, torch_too: bool) -> None:
+    """Raise InputError for a value that a checkpoint cannot hold; tensors can be held where they are ``torch_too``."""
+    for key, value in values:
+        if not (isinstance(value, int | float | None) or (torch_too and isinstance(value, torch.Tensor))):
+            raise InputError(f"optimizer: {name} keeps a {type(value).__name__} ({key}), which checkpoints cannot")
+
+
+def _can_update(kind: type[torch.optim.Optimizer], arguments: dict[str, Any], shape: Sequence[int]) -> bool:
+    try:
+        _stepped(kind(_probes([shape]), **arguments))
+    except Exception:  # it is tried on parameters of every number of dimensions, and may refuse some
+        return False
+    return True
+
+
+def _line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def check_resumes(rules: Iterable[OptimizerSettings]) -> None:
+    """Raise InputError if one of these optimizers keeps, besides its state, what a checkpoint does not hold."""
+    for rule in dict.fromkeys(rules):
+        _check_resumes(rule)
+
+
+@on_one_thread()
+def _check_resumes(settings: OptimizerSettings) -> None:
     kind, arguments = _class_and_arguments(settings)
     if kind in ELEMENTWISE:
         return
-    optimizer = kind(_probes(), **arguments)
+    dimensions = traits_of(settings).dimensions
+    optimizer = kind(_probes([shape for shape in _PROBE_SHAPES if len(shape) in dimensions]), **arguments)
     before = _attributes(optimizer)
     _stepped(optimizer)
     after = _attributes(optimizer)
@@ -142,10 +236,8 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return {name: repr(value) for name, value in vars(optimizer).items() if name not in common}
 
 
-def _probes() -> list[nn.Parameter]:
-    random = torch.Generator().manual_seed(0)
-    shapes = [(6, 4), (5,), (3, 2, 2, 2)]
-    return [nn.Parameter(torch.randn(shape, generator=random)) for shape in shapes]
+def _probes(shapes: Sequence[Sequence[int]]) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0))) for shape in shapes]
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -153,11 +245,16 @@ def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for step, scale in enumerate(_PROBE_SCALES):
         for parameter in parameters:
-            random = torch.Generator().manual_seed(1 + step + 100 * parameter.numel())
-            parameter.grad = scale * torch.randn(parameter.shape, generator=random)
+            parameter.grad = _gradient(parameter, step, scale)
         optimizer.step()
     return [parameter.detach() for parameter in parameters]
 
 
-def _numbers(group: dict[str, Any]) -> dict[str, str]:
-    return {key: repr(value) for key, value in group.items() if key != "params"}
+def _gradient(parameter: torch.Tensor, step: int, scale: float) -> torch.Tensor:
+    random = torch.Generator().manual_seed(1 + step + 100 * parameter.numel())
+    return scale * torch.randn(parameter.shape, generator=random)
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """What its parameter groups hold beside parameters, as text."""
+    return {key: repr(value) for group in optimizer.param_groups for key, value in group.items() if key != "params"}

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from auto3d.runtime.offload import updated_parameters
-from auto3d.runtime.optimizer_class import optimizer_class
+from auto3d.runtime.optimizer_class import on_one_thread, optimizer_class, traits_of
 from auto3d.runtime.settings import OptimizerSettings
 from auto3d.runtime.weight_shard import WeightShard
 
 _SIZES = (3, 5, 131, 137)  # sizes of a measured parameter's dimensions; all different, and large enough to be factored
 _NUMBERS = "auto3d_numbers"  # attribute of an optimizer: its state that it keeps as numbers, as tensors for checkpoints
+_COUNTS = "auto3d_counts"  # attribute of an optimizer: names of the numbers of its parameter groups that steps change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,28 +31,44 @@ class OptimizerTensor:
 
 
 @cache
-def measured_state_elements(settings: OptimizerSettings) -> Callable[[Sequence[int]], int]:
-    """The size of the state of any optimizer, as it is after a step on parameters of the same number of dimensions."""
-    kind, arguments = optimizer_class(settings)
-    kept: dict[int, list[tuple[int, ...]]] = {}  # dimensions -> those of the parameter that each tensor has
+def measured_state_elements(settings: OptimizerSettings) -> Callable[[Sequence[int]], float]:
+    """The size of the state of any optimizer, as it is after a step on parameters of the same number of dimensions.
 
-    def measure(dimensions: int) -> list[tuple[int, ...]]:
+    An element is one of float32; of a smaller type it is a part of one.
+    """
+    kind, arguments = optimizer_class(settings)
+    # Dimensions -> for each tensor, those of the parameter that it has, and the size of an element.
+    kept: dict[int, list[tuple[tuple[int, ...], float]]] = {}
+
+    @on_one_thread()
+    def measure(dimensions: int) -> list[tuple[tuple[int, ...], float]]:
+        if max(1, dimensions) not in traits_of(settings).dimensions:
+            return []  # it cannot update such a parameter, and a plan that would let it is refused
         shape = _SIZES[len(_SIZES) - dimensions :]
         parameter = nn.Parameter(torch.ones(shape))
         parameter.grad = torch.ones(shape)
         optimizer = kind([parameter], **arguments)
         optimizer.step()
         tensors = [each for each in optimizer.state[parameter].values() if isinstance(each, torch.Tensor)]
-        return [tuple(shape.index(size) for size in each.shape if size in shape) for each in tensors if each.dim()]
+        return [
+            (tuple(shape.index(size) for size in each.shape if size in shape), each.element_size() / 4)
+            for each in tensors
+            if each.dim()
+        ]
 
-    def elements(shape: Sequence[int]) -> int:
+    def elements(shape: Sequence[int]) -> float:
         dimensions = min(len(shape), len(_SIZES))
         if dimensions not in kept:
             kept[dimensions] = measure(dimensions)
         merged = (prod(shape[: len(shape) - dimensions + 1]), *shape[len(shape) - dimensions + 1 :]) if shape else ()
-        return sum(prod(merged[dimension] for dimension in each) for each in kept[dimensions])
+        return sum(size * prod(merged[dimension] for dimension in each) for each, size in kept[dimensions])
 
     return elements
+
+
+def note_counts(optimizer: torch.optim.Optimizer, counts: Sequence[str]) -> None:
+    """Note that these numbers of the parameter groups of ``optimizer`` are part of its state."""
+    setattr(optimizer, _COUNTS, tuple(counts))
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
@@ -97,7 +114,8 @@ def state_tensors(
 ) -> Iterator[OptimizerTensor]:
     """All state of ``optimizer``, by the names of ``parameters``; those in ``shards`` (ZeRO-1) are held in part.
 
-    Numbers become tensors of no dimensions, which the optimizer's next step reads.
+    Numbers become tensors of no dimensions, which the optimizer's next step reads. Those of a parameter group, which
+    steps change for all parameters alike, are state of each of its parameters: another plan groups others together.
     """
     updated = {id(original): one for original, one in updated_parameters(optimizer)}
     for name, parameter in parameters.items():
@@ -124,6 +142,11 @@ def state_tensors(
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
+    (group,) = optimizer.param_groups  # see build_optimizer
+    for key in getattr(optimizer, _COUNTS, ()):
+        if not isinstance(group[key], torch.Tensor):
+            _as_tensor(optimizer, group, key)
+        yield f"group.{key}", group[key]
     state: dict[str, Any] = optimizer.state.get(parameter, {})
     for key, value in state.items():
         if isinstance(value, int | float):

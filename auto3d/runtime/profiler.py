@@ -23,7 +23,8 @@ from auto3d.runtime.distinct_subgraphs import ModelSubgraphs
 from auto3d.runtime.gradient_sync import GradientSync, Holders
 from auto3d.runtime.link_timing import ProfiledRanks, rank_counts, time_collectives, time_messages
 from auto3d.runtime.materialize import materialize
-from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.optimizer import build_optimizers
+from auto3d.runtime.parameter_groups import update_rules
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.subgraph_timing import MIN_REPETITIONS, Seconds, SubgraphRun, subgraph_times, time_subgraph
@@ -191,7 +192,8 @@ class _Profiler:
         holders = {name: Holders((ranks.world.rank,), (0,)) for name in self._trained}
         run_ahead = RunAhead(ranks.device, timeout_s)
         sync = GradientSync(self._trained, holders, device=ranks.device, run_ahead=run_ahead, timeout_s=timeout_s)
-        optimizer, _ = build_optimizer(list(self._trained.values()), self._settings.optimizer, iterations=1)
+        rules = update_rules(self._models[0].captured.graph, self._settings.optimizer)
+        optimizers = build_optimizers(self._trained, rules, iterations=1)
         times = []
         for _ in range(2 * ROUNDS):
             if self._is_first:
@@ -199,7 +201,8 @@ class _Profiler:
                 sync.zero({0})
                 sync.squared_norm()
                 sync.scale(1.0)
-                optimizer.step()
+                for optimizer, _ in optimizers:
+                    optimizer.step()
                 end = ranks.clock.mark()
                 ranks.clock.settle()  # an update begins on an idle device, since the host has waited for the norm
                 times.append(ranks.clock.seconds(begin, end))

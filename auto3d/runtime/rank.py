@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.allocator import keep_freed_memory
 from auto3d.capture.graph import Graph, Value
@@ -33,7 +33,7 @@ from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.layout import PlanLayout, RankLayout, lay_out_plan, lay_out_rank
 from auto3d.runtime.loading import ComparedMicroBatch
 from auto3d.runtime.loss_scale import LossScale
-from auto3d.runtime.optimizer import build_optimizer, learning_rate_of
+from auto3d.runtime.optimizer import Optimizers, build_optimizers, learning_rate_of
 from auto3d.runtime.optimizer_memory import memory_options
 from auto3d.runtime.optimizer_state import make_state, state_tensors
 from auto3d.runtime.out_of_memory import MemoryWatch
@@ -61,7 +61,6 @@ _CAUSE_OF_SEED = (
 _CAUSE_OF_FILE = "do all nodes read the same model.weights, with every buffer that the model draws at random?"
 
 COMPILE_TIMEOUT_S = 1800.0  # a rank compiles its stages in minutes
-Optimizers = dict[PipeStage, tuple[torch.optim.Optimizer, LRScheduler] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +77,7 @@ class Rank:
     programs: tuple[Program, ...]  # run one after the other
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
-    optimizers: Optimizers
+    optimizers: Mapping[PipeStage, Optimizers]
     slices: tuple[WeightShard, ...]  # this rank's slices of the weights, under ZeRO-1
     all_names: tuple[str, ...]
     """Names, as ``stored_as`` has them, of the parameters and buffers that any rank holds; none if devices are
@@ -105,7 +104,7 @@ class Rank:
     def state(self) -> dict[str, StatePart]:
         """Everything that training changes here, by name, except the learning rates and ``numbers``."""
         state = {f"model.{name}": self._part(name, tensor) for name, tensor in (self.parameters | self.buffers).items()}
-        for optimizer, _ in filter(None, self.optimizers.values()):
+        for optimizer, _ in chain.from_iterable(self.optimizers.values()):
             for each in state_tensors(optimizer, self.parameters, self.slices):
                 if each.per_element:
                     part = self._part(each.parameter, each.tensor, each.flat)
@@ -298,7 +297,7 @@ def _predicted_memory(common: PlanLayout) -> tuple[DeviceMemory, ...]:
 
 def predicted_memory(captured: CapturedModel, plan: Plan, settings: TrainingSettings) -> tuple[DeviceMemory, ...]:
     """The estimate for each pipeline device of ``plan``, from the Graphs that its ranks run of ``captured``."""
-    options = memory_options(settings.optimizer, settings.device, captured.graph.precision)
+    options = memory_options(settings.optimizer, settings.device, captured.graph.precision, lambda: captured.graph)
     program = rank_program(captured, plan, 1)
     if program.slices is not None:
         graphs, whole = slice_graphs(program.slices), _work_of(captured.graph)
@@ -385,28 +384,20 @@ def _optimizers(
     settings: TrainingSettings,
     sync: GradientSync,
     run_ahead: RunAhead,
-) -> Optimizers:
-    """One optimizer per stage; a parameter that two stages of this rank share belongs to the first of them."""
+) -> dict[PipeStage, Optimizers]:
+    """The optimizers of each stage; a parameter that two stages of this rank share belongs to the first of them."""
     remaining = trained_parameters(state)
     shards = list(sync.shards.values())
-    optimizers: Optimizers = {}
+    optimizers: dict[PipeStage, Optimizers] = {}
     for pipe_stage, stage in layout.stages.items():
         names = [name for name in stage.state if name in remaining]
         here = [shard for shard in shards if not shard.parameters.keys().isdisjoint(names)]
         sharded = {name for shard in here for name in shard.parameters}
         whole = {name: remaining.pop(name) for name in names if name not in sharded}
         remaining = {name: parameter for name, parameter in remaining.items() if name not in sharded}
-        if not names:
-            optimizers[pipe_stage] = None
-            continue
-        optimizer, learning_rate = build_optimizer(
-            list(whole.values()),
-            settings.optimizer,
-            iterations=settings.iterations,
-            exempt=[parameter for name, parameter in whole.items() if name in layout.exempt],
-            shards=here,
-            run_ahead=run_ahead,
+        optimizers[pipe_stage] = build_optimizers(
+            whole, layout.rules, iterations=settings.iterations, shards=here, run_ahead=run_ahead
         )
-        make_state(optimizer)
-        optimizers[pipe_stage] = optimizer, learning_rate
+        for optimizer, _ in optimizers[pipe_stage]:
+            make_state(optimizer)
     return optimizers

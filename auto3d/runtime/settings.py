@@ -6,7 +6,8 @@ from typing import Any
 
 from auto3d.runtime.emulation import Emulation
 
-OPTIMIZERS = ("adamw", "sgd", "adafactor")  # beside them, any class by its import path
+MUON = "muon"
+OPTIMIZERS = ("adamw", "sgd", "adafactor", MUON)  # beside them, any class by its import path
 LEARNING_RATE_SCHEDULES = (
     "constant",
     "linear",
@@ -30,14 +31,28 @@ micro-batches added up, because the model does not divide by that number."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """Parameters that are updated in another way. What is None here is as in the OptimizerSettings."""
+
+    names: tuple[str, ...] = ("*",)  # names, or globs of names
+    dimensions: int | None = None  # only those with so many dimensions; None: any
+    optimizer: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of ``optimizer``, if there is one
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
     optimizer: str = "adamw"
-    """One of OPTIMIZERS, or the import path of a torch optimizer: torch.optim.RMSprop, package.module:Class."""
+    """One of OPTIMIZERS, or the import path of a torch optimizer: torch.optim.RMSprop, package.module:Class. "muon" is
+    Muon for hidden matrices, and adamw for all other parameters."""
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)  # further arguments of the class
     learning_rate: float = 1e-3  # highest learning rate of the schedule
     weight_decay: float = 0.0
     exempt: tuple[str, ...] = ()
     """Parameters without weight decay: names, globs of names, or BIASES_AND_NORMS."""
+    groups: tuple[ParameterGroup, ...] = ()  # each parameter belongs to the first that has its name
     momentum: float = 0.9  # only for sgd
     betas: tuple[float, float] = (0.9, 0.999)  # only for adamw
     offload: bool = False  # the optimizer's state and its update are on the host

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -121,7 +122,7 @@ class Training:
         self._writer: CheckpointWriter | None = None
         resumed = 0
         if checkpoints:
-            check_resumes(settings.optimizer)
+            check_resumes(self.rank.common.rules.values())
             learnt = learnt_by(plan, settings.optimizer)
             self._writer = CheckpointWriter(checkpoints, learnt, timeout_s=settings.timeout_s)
             check_it = partial(check, graph=captured.graph, learnt=learnt)
@@ -253,14 +254,14 @@ def _resume(
     (done,) = newest_iteration
     if done is None:
         return 0
-    for optimizer, _ in filter(None, rank.optimizers.values()):
+    for optimizer, _ in chain.from_iterable(rank.optimizers.values()):
         make_state_to_load(optimizer)
     source = checkpoint_folder(checkpoints.folder, done)
     with CheckpointReader(source) as reader:
         check_it(source, reader.checkpoint)
         reader.load(rank.state())
         rank.restore(reader.checkpoint.numbers)
-    for optimizer, learning_rate in filter(None, rank.optimizers.values()):
+    for optimizer, learning_rate in chain.from_iterable(rank.optimizers.values()):
         advance(optimizer, learning_rate, done - rank.loss_scale.skipped_iterations)
     cause = f"do all nodes see the same checkpoint in {checkpoints.folder}?"
     rank.check_agreement(cause=cause, device=device, timeout_s=timeout_s)

@@ -3,12 +3,15 @@
 After ZeRO (SC 2020, section 5.1): gradients are reduce-scattered, each rank updates its slice, and slices are gathered.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import nn
+
+from auto3d.runtime.parameter_groups import UpdateRules
+from auto3d.runtime.settings import OptimizerSettings
 
 ALIGNMENT_BYTES = 64  # each parameter begins at a multiple of it, so that kernels read whole vectors
 
@@ -20,15 +23,14 @@ class ShardPiece:
     tensor: nn.Parameter  # 1-D; its ``.grad`` is a slice of the bucket's gradients
     first: int
     last: int
-    decays: bool  # whether weight decay applies to it
+    rule: OptimizerSettings  # how it is updated
 
 
 class WeightShard:
     """The weights of one bucket in one flat buffer, of which ``parameters`` become views, and this rank's slice of it.
 
     ``starts`` has the first element of each parameter in the buffer, and ``gradients`` is as long as the buffer: a
-    multiple of ``ranks``. ``number`` is this rank's place among the holders. Parameters named in ``exempt`` are
-    exempt from weight decay.
+    multiple of ``ranks``. ``number`` is this rank's place among the holders.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class WeightShard:
         *,
         number: int,
         ranks: int,
-        exempt: Collection[str],
+        rules: UpdateRules,
     ) -> None:
         self.parameters, self.starts = parameters, starts
         weights = torch.zeros_like(gradients)
@@ -50,20 +52,20 @@ class WeightShard:
         length = len(gradients) // ranks
         self.first, self.last = number * length, (number + 1) * length
         self.pieces: list[ShardPiece] = []
-        for first, last, decays in self._runs(exempt):
+        for first, last, rule in self._runs(rules):
             tensor = nn.Parameter(weights[first:last])
             tensor.grad = gradients[first:last]
-            self.pieces.append(ShardPiece(tensor=tensor, first=first, last=last, decays=decays))
+            self.pieces.append(ShardPiece(tensor=tensor, first=first, last=last, rule=rule))
 
-    def _runs(self, exempt: Collection[str]) -> Iterator[tuple[int, int, bool]]:
-        """(first, last, decays) of each run of the slice; padding counts to the parameter before it."""
+    def _runs(self, rules: UpdateRules) -> Iterator[tuple[int, int, OptimizerSettings]]:
+        """(first, last, rule) of each run of the slice; padding counts to the parameter before it."""
         ordered = sorted(self.starts, key=self.starts.__getitem__)
-        runs = [(self.starts[next(run)], decays) for decays, run in groupby(ordered, lambda n: n not in exempt)]
+        runs = [(self.starts[next(run)], rule) for rule, run in groupby(ordered, rules.__getitem__)]
         ends = [start for start, _ in runs[1:]] + [self.last]
-        for (start, decays), end in zip(runs, ends, strict=True):
+        for (start, rule), end in zip(runs, ends, strict=True):
             first, last = max(start, self.first), min(end, self.last)
             if first < last:
-                yield first, last, decays
+                yield first, last, rule
 
     def weights(self) -> torch.Tensor:
         """The flat buffer. It changes when the parameters move to a copy, for a micro-batch that needs old weights."""

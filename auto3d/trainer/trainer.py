@@ -227,7 +227,7 @@ class Trainer(transformers.Trainer):
             checkpoints = Checkpoints(folder=Path(resume_from_checkpoint), every=None)
         training = self._start(data, max_steps, checkpoints)
         if self.args.save_strategy != "no":
-            check_resumes(self._pipeline.settings.optimizer)
+            check_resumes(training.rank.common.rules.values())
         common = training.rank.common
         data.check_fill(missing, common.terms, common.captured.graph)
         if training.first != self.state.global_step:

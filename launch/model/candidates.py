@@ -12,19 +12,20 @@ from auto3d.errors import InputError
 from auto3d.partition.methods import STAGE_METHODS
 from auto3d.partition.stage import cut
 from auto3d.plan import AUTO3D, Plan, PlanError
+from auto3d.runtime.parameter_groups import update_rules
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of, write_schedule
 from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.schedule.order_text import ORDER
 from auto3d.search.make import PlanMaker
 from auto3d.search.search import Ranked
 from auto3d.search.space import Candidate, Domain, Workload
-from launch.model.costs import captured_subject, cost_model, runtime_memory
+from launch.model.costs import INTERPOLATED, captured_subject, cost_model, runtime_memory
 from launch.model.graphs import PlanningModel
 from launch.peers.limits import check_engine
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema_key import AUTO
 from launch.recipe.search_schema import PlanRecipe
-from launch.recipe.settings import cluster, emulation, training_settings
+from launch.recipe.settings import cluster, emulation, optimizer_settings, training_settings
 
 
 def of_plan(
@@ -115,6 +116,20 @@ def check_rules(recipe: LoadedRecipe, domain: Domain, model: PlanningModel) -> N
         raise recipe.error("model.tensor_parallel", problem) from None
 
 
+def updates_check(recipe: LoadedRecipe, graph: Callable[[], Graph]) -> Callable[[Plan], None]:
+    """A function that raises InputError for a Plan whose ranks have weights in parts that the optimizer cannot update.
+
+    It asks for ``graph``, at any number of samples, where that may be so.
+    """
+    settings = optimizer_settings(recipe.values)
+    if settings.optimizer in ("adamw", "sgd") and not settings.groups:
+        return lambda plan: None
+    from auto3d.runtime.optimizer_checks import check_updates  # imports torch
+
+    rules = cache(lambda: update_rules(graph(), settings))
+    return lambda plan: check_updates(graph(), plan, rules()) if plan.engine == AUTO3D else None
+
+
 def runnable_maker(
     recipe: LoadedRecipe, graph_at: Callable[[int], Graph], model: PlanningModel | None = None
 ) -> PlanMaker:
@@ -125,6 +140,7 @@ def runnable_maker(
     subject = captured_subject(recipe, graph_at, model)
     emulated, machine = emulation(recipe.values), cluster(recipe)
     memory = runtime_memory(recipe, graph_at, model)
+    check_updates = updates_check(recipe, lambda: subject.graph(INTERPOLATED[0]))
 
     def missing(plan: Plan) -> str:
         # Nobody predicts a peer's memory: its trial finds out.
@@ -140,6 +156,7 @@ def runnable_maker(
                 training_settings(recipe.values, iterations=recipe.values.training.iterations),
                 unequal_targets=data_settings(recipe.values).has_unequal_targets,
             )
+        check_updates(plan)
         if emulated is not None:
             emulated.check_fits(plan.stages)
         graph = graph_at(samples_at_once(plan))

@@ -1,6 +1,7 @@
 """Recipe -> the cost model and its input: the work of the model, captured or measured layer by layer."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 from auto3d.capture.graph import Graph
@@ -9,10 +10,11 @@ from auto3d.cost.memory.plan import PlanMemory
 from auto3d.cost.model import CostModel
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.share import Share
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import Work, work_of, work_of_local, work_scaled
 from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding
-from auto3d.runtime.optimizer_memory import memory_options
+from auto3d.runtime.optimizer_memory import flops_of_parameters, memory_options, state_of_parameters
 from auto3d.search.planned_model import PlannedGraphs, PlannedModel
 from auto3d.tensor.local_graph import LocalGraph
 from auto3d.tensor_placement import Split
@@ -114,7 +116,8 @@ def runtime_memory(
         fused_attention=True,
         precision=training.precision,
     )
-    options = memory_options(optimizer_settings(recipe.values), recipe.values.cluster.device, training.precision)
+    settings, kind = optimizer_settings(recipe.values), recipe.values.cluster.device
+    options = memory_options(settings, kind, training.precision, lambda: graph_at(INTERPOLATED[0]))
     return PlanMemory(ModelWork(subject.work, options), options)
 
 
@@ -184,10 +187,24 @@ def cost_model(recipe: LoadedRecipe, subject: PlannedModel) -> CostModel:
         times_of_work = profile.times_of_work
     return CostModel(
         with_measured_update(machine, recipe),
-        training(recipe.values),
+        _training(recipe, subject),
         subject.work,
         times_at=times,
         times_of_work=times_of_work,
         method=recipe.values.prediction.method,
         measured_in=measured_in,
     )
+
+
+def _training(recipe: LoadedRecipe, subject: PlannedModel) -> TrainingOptions:
+    """The training settings, with what follows from the shapes of the parameters where the optimizer asks for it."""
+    options, settings = training(recipe.values), optimizer_settings(recipe.values)
+    is_plain = settings.optimizer in ("adamw", "sgd") and not settings.groups
+    if is_plain or settings.offload or options.system is not None or not isinstance(subject, PlannedGraphs):
+        return options
+
+    def graph() -> Graph:
+        return subject.graph(INTERPOLATED[0])
+
+    of_state, flops = state_of_parameters(settings, graph), flops_of_parameters(settings, graph)
+    return replace(options, state_elements=of_state, update_flops=flops)

@@ -9,12 +9,12 @@ from auto3d.schedule import SCHEDULES, parse_schedule
 from auto3d.search.algorithms import AMP, run_algorithm
 from auto3d.search.algorithms.amp import amp_space
 from auto3d.search.make import PlanMaker
-from auto3d.search.planned_model import PlannedModel
+from auto3d.search.planned_model import PlannedGraphs, PlannedModel
 from auto3d.search.search import Budget, Search
 from auto3d.search.space import Domain
-from launch.model.candidates import check_memory_known, check_rules, task
+from launch.model.candidates import check_memory_known, check_rules, task, updates_check
 from launch.model.capture_process import CaptureProcess
-from launch.model.costs import cost_model, planning_subject
+from launch.model.costs import INTERPOLATED, cost_model, planning_subject
 from launch.model.graphs import PlanningModel
 from launch.model.nearest import no_plan_found
 from launch.recipe.load import LoadedRecipe
@@ -46,9 +46,15 @@ def search_recipe(
         check_memory_known(recipe, "search.recompute")
     subject, emulated = subject or planning_subject(recipe, process=process), emulation(recipe.values)
 
+    check_updates = None
+    if isinstance(subject, PlannedGraphs):
+        check_updates = updates_check(recipe, lambda: subject.graph(INTERPOLATED[0]))
+
     def check(plan: Plan) -> None:
         if plan.engine != AUTO3D:
             raise PlanError(f"{plan.engine} is measured by `auto3d sweep`; only {AUTO3D} has a cost model")
+        if check_updates is not None:
+            check_updates(plan)
         if emulated is not None:
             emulated.check_fits(plan.stages)
 

@@ -19,7 +19,7 @@ from auto3d.plan import (
     EngineRefusalError,
     Plan,
 )
-from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.settings import MUON, TrainingSettings
 from auto3d.schedule import SCHEDULES, schedule_of
 from auto3d.schedule.options import SYNC
 
@@ -81,6 +81,8 @@ def _other_training(plan: Plan, settings: TrainingSettings) -> str:
         return "keeps the optimizer's state where it computes; use training.offload_optimizer=false"
     if optimizer.weight_decay and optimizer.exempt:
         return "decays every weight here; use training.weight_decay_exempt=[], or training.weight_decay=0"
+    if optimizer.groups or optimizer.optimizer == MUON:
+        return f"updates all weights alike here; use training.parameter_groups=[] and no training.optimizer={MUON}"
     if (_always_shards(plan) or plan.shard_optimizer) and not _elementwise(settings):
         return (
             f"updates slices of weights, and training.optimizer {optimizer.optimizer} combines the elements of a "

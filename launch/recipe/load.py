@@ -393,10 +393,19 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
     if trained != "float32" and predicted not in (AUTO, trained):
         problem = f"found {predicted!r}, but training.precision is {trained}; it takes auto"
         raise RecipeError(sources.of("prediction.precision"), "prediction.precision", problem)
-    if recipe.training.optimizer not in OPTIMIZERS and not re.search(r"\w[.:]\w", recipe.training.optimizer):
-        words = f"{', '.join(OPTIMIZERS)}, torch.optim.Class or package.module:Class"
-        problem = f"found {recipe.training.optimizer!r}; it takes {words}"
-        raise RecipeError(sources.of("training.optimizer"), "training.optimizer", problem)
+    optimizers = {"training.optimizer": recipe.training.optimizer}
+    for number, one in enumerate(recipe.training.parameter_groups):
+        group = f"training.parameter_groups[{number}]"
+        if one.optimizer is not None:
+            optimizers[f"{group}.optimizer"] = one.optimizer
+        elif one.optimizer_arguments:
+            full_key = f"{group}.optimizer_arguments"
+            problem = f"belongs to {group}.optimizer, which is not given: give it, or leave this out"
+            raise RecipeError(sources.of(full_key), full_key, problem)
+    for full_key, optimizer in optimizers.items():
+        if optimizer not in OPTIMIZERS and not re.search(r"\w[.:]\w", optimizer):
+            words = f"{', '.join(OPTIMIZERS)}, torch.optim.Class or package.module:Class"
+            raise RecipeError(sources.of(full_key), full_key, f"found {optimizer!r}; it takes {words}")
     if recipe.training.offload_optimizer and recipe.cluster.device == "cpu" and recipe.training.compute == "real":
         problem = "found true, but ranks on CPUs hold the optimizer's state on the host anyway; use false"
         raise RecipeError(sources.of("training.offload_optimizer"), "training.offload_optimizer", problem)

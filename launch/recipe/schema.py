@@ -72,6 +72,16 @@ class PredictionRecipe:
 
 
 @dataclass
+class ParameterGroupRecipe:
+    names: list[str] = key(["*"], "parameters of the group: names, or globs such as '*.bias'")
+    dimensions: int | None = key(None, "only those with so many dimensions; none: any", least=0)
+    optimizer: str | None = key(None, "their optimizer, as in training.optimizer; none: that one")
+    optimizer_arguments: dict[str, Any] = key({}, "further arguments of the class of the group's own optimizer")
+    learning_rate: float | None = key(None, "their highest learning rate; none: training.learning_rate", least=0)
+    weight_decay: float | None = key(None, "their weight decay; none: training.weight_decay", least=0)
+
+
+@dataclass
 class TrainingRecipe:
     compute: str = key(
         "real",
@@ -110,9 +120,14 @@ class TrainingRecipe:
         least=0,
     )
     optimizer: str = key(
-        "adamw", "the optimizer: adamw, sgd, adafactor, or a class such as torch.optim.RMSprop or package.module:Class"
+        "adamw",
+        "the optimizer: adamw, sgd, adafactor, muon (hidden matrices by Muon, other parameters by adamw), or a class "
+        "such as torch.optim.RMSprop or package.module:Class",
     )
     optimizer_arguments: dict[str, Any] = key({}, "further arguments of the optimizer's class")
+    parameter_groups: list[ParameterGroupRecipe] = key(
+        [], "parameters that are updated in another way; each belongs to the first group that takes it"
+    )
     offload_optimizer: bool = key(
         False,
         "on GPUs, keep the optimizer's state on the host and update there; gradients and weights travel at each update",

@@ -11,7 +11,7 @@ from auto3d.cost.work import PRECISION_BYTES
 from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.optimizer_memory import state_copies, update_copies
-from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
+from auto3d.runtime.settings import OptimizerSettings, ParameterGroup, TrainingSettings
 from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS
 from auto3d.search.space import SearchSpace
 from launch.recipe.cluster_schema import CollectivesRecipe, LinkRecipe
@@ -173,6 +173,17 @@ def optimizer_settings(recipe: Recipe) -> OptimizerSettings:
         arguments=dict(training.optimizer_arguments),
         weight_decay=training.weight_decay,
         exempt=tuple(training.weight_decay_exempt),
+        groups=tuple(
+            ParameterGroup(
+                names=tuple(group.names),
+                dimensions=group.dimensions,
+                optimizer=group.optimizer,
+                arguments=dict(group.optimizer_arguments),
+                learning_rate=group.learning_rate,
+                weight_decay=group.weight_decay,
+            )
+            for group in training.parameter_groups
+        ),
         momentum=training.momentum,
         betas=(first, second),
         offload=training.offload_optimizer,

@@ -1,14 +1,16 @@
 """Compares the training of a Plan with plain PyTorch: the run of one rank, the reference, and the bound."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional
+from torch.optim.lr_scheduler import LRScheduler
 from torch.overrides import TorchFunctionMode
 
 from auto3d.capture.describe import is_random
@@ -47,6 +49,9 @@ SGD = OptimizerSettings(
     clip_norm=CLIP_NORM,
 )
 ADAMW = replace(SGD, optimizer="adamw", learning_rate=1e-3)
+
+
+MakeOptimizers = Callable[[nn.Module], list[tuple[torch.optim.Optimizer, LRScheduler]]]
 
 
 def make_plan(
@@ -189,16 +194,18 @@ def plain_pytorch(
     iterations: int = ITERATIONS,
     after: Sequence[Mapping[str, np.ndarray]] = (),
     device: torch.device = CPU,
+    optimizers: MakeOptimizers | None = None,
 ) -> list[dict]:
     """The reference: the unmodified model in a plain loop on this process; only its dropout is seeded by our rule.
 
     Each case is computed once for all tests of the session, which must not change the result. If ``after`` has the
     parameters of a run after each of its iterations, the reference begins every iteration but the first with them.
+    ``optimizers`` makes those of the module, with their learning-rate schedules (default: one, of ``optimizer``).
     """
     case = (model, micro_batch_size, optimizer, global_batch, seed, iterations, device)
-    if state is None and not after:
+    if state is None and not after and optimizers is None:
         return _plain_pytorch_once(*case)
-    return _plain_pytorch(*case, state, after)
+    return _plain_pytorch(*case, state, after, optimizers)
 
 
 def parameters_after(ranks: list[dict]) -> list[dict[str, np.ndarray]]:
@@ -217,6 +224,7 @@ def _plain_pytorch(
     device: torch.device,
     state: Mapping[str, torch.Tensor] | None = None,
     after: Sequence[Mapping[str, np.ndarray]] = (),
+    optimizers: MakeOptimizers | None = None,
 ) -> list[dict]:
     build, data = TRAINED[model]
     seed_all(seed)
@@ -224,7 +232,9 @@ def _plain_pytorch(
     if state is not None:
         module.load_state_dict(state, strict=False)
     module.to(device).train()
-    step, learning_rate = build_optimizer(list(module.parameters()), optimizer, iterations=iterations)
+    made = [build_optimizer(list(module.parameters()), optimizer, iterations=iterations)]
+    if optimizers is not None:
+        made = optimizers(module)
     batches = Batches(data, seed=seed, global_batch=global_batch, micro_batch_size=micro_batch_size)
     count = global_batch // micro_batch_size
     randomness = Randomness(seed, first_micro_batch=0, micro_batches=count, device=device)
@@ -250,8 +260,9 @@ def _plain_pytorch(
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), optimizer.clip_norm or float("inf")).item()
         assert norm > optimizer.clip_norm, "this case does not clip"
-        step.step()
-        learning_rate.step()
+        for step, learning_rate in made:
+            step.step()
+            learning_rate.step()
         history.append(
             {
                 "loss": total,

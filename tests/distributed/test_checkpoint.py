@@ -31,7 +31,7 @@ from auto3d.runtime.checkpoint import (
 )
 from auto3d.runtime.checkpoint_read import CheckpointReader
 from auto3d.runtime.checkpoint_write import CheckpointWriter
-from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.settings import ParameterGroup, TrainingSettings
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.training import Training, TrainingResult, train
 from auto3d.runtime.world import join
@@ -140,21 +140,28 @@ def four_heads():
     del TRAINED[FOUR_HEADS]
 
 
+COUNTING = ParameterGroup(names=("*.mlp.*",), optimizer="tests.distributed.test_optimizers:Warming")
+GROUPS = replace(ADAMW, groups=(COUNTING, ParameterGroup(names=("*.bias",), learning_rate=3e-3)))
+
+
 @pytest.mark.parametrize(
-    ("source", "targets"),
+    ("source", "targets", "optimizer"),
     [
-        ("dp2-pp2-zero1", ("one", "dp4", "dp4-zero1", "tp2-pp2", "tp2-synthesized")),
-        *soak(("tp2-dp2-zero1", ("pp4", "chimera", "tp4"))),
-        ("synthesized", ("dp4-zero1",)),
-        *soak(*((source, tuple(TO)) for source in FROM)),
+        ("dp2-pp2-zero1", ("one", "dp4", "dp4-zero1", "tp2-pp2", "tp2-synthesized"), ADAMW),
+        *soak(("tp2-dp2-zero1", ("pp4", "chimera", "tp4"), ADAMW)),
+        ("synthesized", ("dp4-zero1",), ADAMW),
+        ("dp2-pp2-zero1", ("one", "dp4-zero1"), GROUPS),
+        ("dp2-pp2", ("tp2-pp2",), GROUPS),
+        *soak(*((source, tuple(TO), optimizer) for source in FROM for optimizer in (ADAMW, GROUPS))),
     ],
+    ids=lambda value: "groups" if value is GROUPS else None,
 )
-def test_goes_on_under_another_plan(processes, tmp_path, source, targets, four_heads):
-    whole = processes.run(4, run, FOUR_HEADS, plan_of(FROM[source]), ADAMW, tmp_path / "whole", 1, None, 9)[0]
+def test_goes_on_under_another_plan(processes, tmp_path, source, targets, optimizer, four_heads):
+    whole = processes.run(4, run, FOUR_HEADS, plan_of(FROM[source]), optimizer, tmp_path / "whole", 1, None, 9)[0]
     for name in targets:
         plan, folder = plan_of(TO[name]), tmp_path / name
         shutil.copytree(tmp_path / "whole" / f"iteration-{ENDS_AFTER:08d}", folder / f"iteration-{ENDS_AFTER:08d}")
-        for one in processes.run(plan.ranks, run, FOUR_HEADS, plan, ADAMW, folder, None, None):
+        for one in processes.run(plan.ranks, run, FOUR_HEADS, plan, optimizer, folder, None, None):
             assert one.first_iteration == ENDS_AFTER
             assert one.loss == pytest.approx(whole.loss[ENDS_AFTER:], rel=1e-5), name
             assert one.grad_norm == pytest.approx(whole.grad_norm[ENDS_AFTER:], rel=1e-5), name

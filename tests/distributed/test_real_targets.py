@@ -147,7 +147,7 @@ def tensors(rank: Rank) -> dict[str, dict[str, np.ndarray]]:
 
 
 def rates(rank: Rank) -> list[float]:
-    return [rate.get_last_lr()[0] for _, rate in filter(None, rank.optimizers.values())]
+    return [rate.get_last_lr()[0] for optimizers in rank.optimizers.values() for _, rate in optimizers]
 
 
 def overflow_once(rank: Rank) -> None:

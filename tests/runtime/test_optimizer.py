@@ -1,6 +1,8 @@
 """Optimizers and learning-rate schedules: the refused ones, their state, and torch's implementations of an update."""
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,7 @@ from transformers import get_scheduler
 
 from auto3d.errors import InputError
 from auto3d.runtime.optimizer import advance, build_optimizer, check_schedule
-from auto3d.runtime.optimizer_class import check_resumes, optimizer_class
+from auto3d.runtime.optimizer_class import check_resumes, is_elementwise, optimizer_class, traits_of
 from auto3d.runtime.optimizer_memory import state_elements
 from auto3d.runtime.optimizer_state import make_state, make_state_to_load, state_tensors
 from auto3d.runtime.run_ahead import RunAhead
@@ -55,7 +57,6 @@ def test_other_parameters_are_updated_by_torchs_default(other):
 REFUSED = {
     "torch.optim.LBFGS": "closure",
     "torch.optim.SparseAdam": "dense",
-    "torch.optim.Muon": "cannot update",
     "lion": "is not known",
     "torch.optim.Lion": "cannot be imported",
     "math:sqrt": "no class of torch optimizers",
@@ -119,16 +120,130 @@ class TwoModes(torch.optim.SGD):
     def eval(self) -> None: ...
 
 
+class Plain(torch.optim.Optimizer):
+    """Updates each element by itself."""
+
+    def __init__(self, params, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(self.change(parameter.grad), alpha=group["lr"])
+
+    def change(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.tanh()
+
+
+class LayerWise(Plain):
+    def change(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / gradient.norm()
+
+
+class LayerWiseForMatrices(Plain):
+    def change(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / gradient.norm() if gradient.dim() > 1 else gradient
+
+
+class LayerWiseWhereLarge(Plain):
+    """As factored and quantised states, which begin at some size."""
+
+    def change(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / gradient.norm() if gradient.numel() >= 2**19 else gradient
+
+
+class LayerWiseWhereClipped(Plain):
+    def change(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / max(1.0, float(gradient.norm()) / 100)
+
+
+class Counted(Plain):
+    """Counts its steps in its parameter groups."""
+
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        super().step()
+
+
+class Estimating(Plain):
+    """Keeps in its parameter groups what it has found of all their gradients; the updates do not depend on it."""
+
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["norm"] = sum(float(parameter.grad.norm()) for parameter in group["params"])
+        super().step()
+
+
+class Listing(Plain):
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["rates"] = [*group.get("rates", []), group["lr"]]
+        super().step()
+
+
+def of(kind: type) -> OptimizerSettings:
+    return OptimizerSettings(optimizer=f"{__name__}:{kind.__name__}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "elementwise"),
+    [
+        (OptimizerSettings(), True),
+        (OptimizerSettings(optimizer="adafactor"), False),
+        (OptimizerSettings(optimizer="muon"), False),
+        (of(Plain), True),
+        (of(Counted), True),
+        *((of(kind), False) for kind in (LayerWise, LayerWiseForMatrices, LayerWiseWhereLarge, LayerWiseWhereClipped)),
+    ],
+    ids=lambda value: value.optimizer if isinstance(value, OptimizerSettings) else None,
+)
+def test_whether_slices_of_a_weight_can_be_updated_alone_is_found_out(settings, elementwise):
+    assert is_elementwise(settings) is elementwise
+
+
+def test_numbers_of_parameter_groups_are_state_where_they_are_the_same_for_any_parameters():
+    assert traits_of(of(Counted)).counts == ("steps",)
+    assert traits_of(of(Plain)).counts == ()
+    for kind, problem in ((Estimating, "depend on the parameters"), (Listing, r"keeps a list \(rates\)")):
+        with pytest.raises(InputError, match=problem):
+            optimizer_class(of(kind))
+
+
+def test_muon_updates_matrices_only():
+    assert traits_of(OptimizerSettings(optimizer="muon")).dimensions == {2}
+    assert traits_of(of(Plain)).dimensions == {1, 2, 3, 4}
+
+
+def test_trying_an_optimizer_starts_no_threads_which_a_fork_would_lose():
+    program = (
+        "import os, torch; torch.set_num_threads(2)\n"
+        f"import {__name__}\n"
+        "from auto3d.runtime.optimizer_class import check_resumes, is_elementwise, traits_of\n"
+        "from auto3d.runtime.optimizer_memory import state_elements\n"
+        "from auto3d.runtime.settings import OptimizerSettings\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        f"for name in ('muon', '{__name__}:Plain'):\n"
+        "    settings = OptimizerSettings(optimizer=name)\n"
+        "    traits_of(settings), is_elementwise(settings), check_resumes([settings])\n"
+        "    state_elements(settings)((300, 200))\n"
+        "assert torch.get_num_threads() == 2\n"
+        "assert len(os.listdir('/proc/self/task')) == before, 'it has a pool'\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "torch.optim.NAdam"])
 def test_checkpoints_hold_the_state_of_usual_optimizers(name):
-    check_resumes(OptimizerSettings(optimizer=name))
+    check_resumes([OptimizerSettings(optimizer=name)])
 
 
 def test_an_optimizer_that_counts_outside_of_its_state_writes_no_checkpoints():
     settings = OptimizerSettings(optimizer=f"{__name__}:Counting")
     optimizer_class(settings)
     with pytest.raises(InputError, match="Counting counts in steps, outside of its state"):
-        check_resumes(settings)
+        check_resumes([settings])
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -236,10 +351,10 @@ def test_an_offloaded_optimizer_updates_as_one_on_the_device():
     shapes = [(40, 30), (30,)]
     for settings in ANY:
         one, other = parameters_of(shapes), parameters_of(shapes)
-        plain, _ = build_optimizer(one, settings, iterations=1, exempt=one[1:])
+        plain, _ = build_optimizer(one, settings, iterations=1)
         offloading = replace(settings, offload=True)
         ahead = RunAhead(torch.device("cpu"), 60)
-        offloaded, _ = build_optimizer(other, offloading, iterations=1, exempt=other[1:], run_ahead=ahead)
+        offloaded, _ = build_optimizer(other, offloading, iterations=1, run_ahead=ahead)
         make_state(offloaded)
         stepped(one, plain, range(3)), stepped(other, offloaded, range(3))
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), settings.optimizer

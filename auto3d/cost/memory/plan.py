@@ -416,7 +416,7 @@ class PlanMemory:
             gradient = self._gradient_bytes * one.elements - (one.gradient if one.number in unmade else 0.0)
             moments = training.moments * one.elements
             if training.state_elements is not None:
-                moments = training.state_elements(one.shape)
+                moments = training.state_elements(one.name, one.shape)
             state = 4 * moments + training.master_bytes * one.elements
             weight = training.weight_bytes * one.elements
             yield HeldTensor(name=one.name, kind="weights", bytes=weight, count=1)
@@ -615,7 +615,7 @@ class PlanMemory:
         elements = tables.parameters(operations)
         optimizer = 4 * self._training.moments * elements
         if (state_elements := self._training.state_elements) is not None:
-            optimizer = float(sum(4 * state_elements(tensors.shapes[number]) for number in used))
+            optimizer = float(sum(4 * state_elements(tensors.parameters[n], tensors.shapes[n]) for n in used))
         copies = float(tensors.low_gradient[numbers].sum())
         of_this, of_the_last = self._training.update_copies
         sizes = [0.0, *tensors.gradient[numbers].tolist(), 0.0]
