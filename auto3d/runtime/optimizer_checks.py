@@ -36,7 +36,7 @@ def _check_rule(graph: Graph, plan: Plan, rule: OptimizerSettings, names: Sequen
         shape = graph.parameters[name].shape
         if max(1, min(len(shape), 4)) not in dimensions:
             raise InputError(
-                f"optimizer: {rule.optimizer} cannot update {name} of shape {list(shape)}; give it another optimizer by "
+                f"optimizer: {rule.optimizer} cannot update {name} of shape {list(shape)}; give it another one by "
                 f"parameter_groups, or use {MUON}, which leaves all but hidden matrices to adamw"
             )
     if not plan.shard_optimizer and not plan.split.keys() & set(names):

@@ -89,7 +89,20 @@ def _updates_slices_alone(
             part.grad = gradient.clone()
         for optimizer in (together, *alone):
             optimizer.step()
-    return torch.equal(whole.detach().flatten(), torch.cat([part.detach() for part in parts]))
+    if not torch.equal(whole.detach().flatten(), torch.cat([part.detach() for part in parts])):
+        return False
+    # A number that it finds of a whole weight may decide later what happens to each element.
+    numbers = _numbers_kept(together.state[whole])
+    return all(_numbers_kept(one.state[part]) == numbers for one, part in zip(alone, parts, strict=True))
+
+
+def _numbers_kept(state: dict[str, Any]) -> dict[str, float]:
+    """The numbers, and tensors of one element, in the state of a parameter."""
+    return {
+        key: float(value)
+        for key, value in state.items()
+        if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    }
 
 
 def _class_and_arguments(settings: OptimizerSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -182,7 +195,11 @@ def traits_of(settings: OptimizerSettings) -> Traits:
         )
     for group in together.param_groups:
         _check_kept(name, ((key, group[key]) for key in counts), torch_too=False)
-    for state in together.state.values():
+    for parameter, state in together.state.items():
+        if not isinstance(parameter, torch.Tensor):
+            raise InputError(
+                f"optimizer: {name} keeps {parameter} beside the state of its parameters, which checkpoints cannot"
+            )
         _check_kept(name, state.items(), torch_too=True)
     return Traits(dimensions=frozenset(map(len, shapes)), counts=counts)
 

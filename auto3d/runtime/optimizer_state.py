@@ -93,14 +93,15 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 def make_state_to_load(optimizer: torch.optim.Optimizer) -> None:
     """Allocate state of any optimizer for a checkpoint, whose tensors must replace all of it.
 
-    A step on gradients of zeros makes it; the parameters keep their values.
+    A step makes it; the parameters keep their values. Its gradients are no zeros, for which some optimizers keep other
+    types of state.
     """
     pairs = list(updated_parameters(optimizer))
     if all(parameter in optimizer.state for _, parameter in pairs):
         return
     kept = [(parameter, parameter.detach().clone(), parameter.grad) for parameter, _ in pairs]
     for parameter, _, _ in kept:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     for parameter, value, gradient in kept:
         parameter.data.copy_(value)
