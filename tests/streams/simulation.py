@@ -23,6 +23,7 @@ from auto3d.runtime.executor import Executor, IterationResult, Peers
 from auto3d.runtime.gradient_sync import GradientSync, Holders, holders
 from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.run_ahead import OPERATIONS_AHEAD, RunAhead
+from auto3d.runtime.settings import OptimizerSettings
 from auto3d.runtime.totals import Totals
 from auto3d.runtime.world import connect
 from auto3d.schedule.lowering import lower
@@ -181,6 +182,7 @@ def _run_rank(
         parameters,
         holders,
         private=[] if schedule.weight_version else private,
+        rules=dict.fromkeys(parameters, OptimizerSettings()),
         sharded=case.sharded,
         device=device,
         run_ahead=ahead,
