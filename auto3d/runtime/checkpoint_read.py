@@ -39,7 +39,12 @@ class CheckpointReader:
         self._files.close()
 
     def load(self, state: Mapping[str, StatePart]) -> None:
-        """Copy what the checkpoint has of each part of ``state`` into it."""
+        """Copy what the checkpoint has of each part of ``state`` into it.
+
+        Of a parameter of which ``state`` has what the optimizer keeps, the checkpoint must hold no more than that.
+        """
+        if more := self._kept_beside(state):
+            raise CheckpointError(f"{self._source}: it has {more}, which the optimizer does not keep here")
         for name, part in state.items():
             stored = self._stored(name)
             if stored.shape != part.shape:
@@ -50,6 +55,20 @@ class CheckpointReader:
                 types = f"{values.dtype}, but {part.tensor.dtype} in this training"
                 raise CheckpointError(f"{self._source}: {name} has type {types}")
             part.tensor.copy_(values.view(part.tensor.shape))
+
+    def _kept_beside(self, state: Mapping[str, StatePart]) -> str:
+        """What the checkpoint has of an optimizer and ``state``, which has more of the same parameter, lacks; or ""."""
+        parameters = {name.removeprefix("model.") for name in state if name.startswith("model.")}
+
+        def parameter_of(name: str) -> str:
+            """The parameter of ``optimizer.NAME.KEY``, in which names and keys may have dots."""
+            words = name.split(".")[1:]
+            names = (".".join(words[:end]) for end in range(len(words) - 1, 0, -1))
+            return next((one for one in names if one in parameters), "")
+
+        kept = {parameter_of(name) for name in state if name.startswith("optimizer.")} - {""}
+        others = (name for name in self.checkpoint.tensors if name.startswith("optimizer.") and name not in state)
+        return next((name for name in others if parameter_of(name) in kept), "")
 
     def whole(self, name: str) -> torch.Tensor:
         """The whole tensor called ``name``."""

@@ -237,7 +237,15 @@ def _check_resumes(settings: OptimizerSettings) -> None:
     dimensions = traits_of(settings).dimensions
     optimizer = kind(_probes([shape for shape in _PROBE_SHAPES if len(shape) in dimensions]), **arguments)
     before = _attributes(optimizer)
-    _stepped(optimizer)
+    _step(optimizer, 0, 1.0)
+    first = _kept(optimizer)
+    for step, scale in enumerate(_PROBE_SCALES[1:], 1):
+        _step(optimizer, step, scale)
+    if late := sorted(set(_kept(optimizer)) ^ set(first)):
+        raise InputError(
+            f"optimizer: {settings.optimizer} keeps {late[0][1]} in some steps only, so a training that resumes would "
+            "go on without it; keep it from the first step on, or write no checkpoints"
+        )
     after = _attributes(optimizer)
     if changed := sorted(name for name in after if before.get(name) != after[name]):
         raise InputError(
@@ -259,12 +267,25 @@ def _probes(shapes: Sequence[Sequence[int]]) -> list[nn.Parameter]:
 
 def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters after a few steps; each parameter has the same gradients in any optimizer."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for step, scale in enumerate(_PROBE_SCALES):
-        for parameter in parameters:
-            parameter.grad = _gradient(parameter, step, scale)
-        optimizer.step()
-    return [parameter.detach() for parameter in parameters]
+        _step(optimizer, step, scale)
+    return [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _step(optimizer: torch.optim.Optimizer, step: int, scale: float) -> None:
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        parameter.grad = _gradient(parameter, step, scale)
+    optimizer.step()
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> list[tuple[int, str]]:
+    """The number of a parameter, and the name of what is kept of it, for all that a checkpoint would hold."""
+    return [
+        (number, key)
+        for number, state in enumerate(optimizer.state.values())
+        for key, value in state.items()
+        if value is not None
+    ]
 
 
 def _gradient(parameter: torch.Tensor, step: int, scale: float) -> torch.Tensor:

@@ -50,11 +50,7 @@ def measured_state_elements(settings: OptimizerSettings) -> Callable[[Sequence[i
         optimizer = kind([parameter], **arguments)
         optimizer.step()
         tensors = [each for each in optimizer.state[parameter].values() if isinstance(each, torch.Tensor)]
-        return [
-            (tuple(shape.index(size) for size in each.shape if size in shape), each.element_size() / 4)
-            for each in tensors
-            if each.dim()
-        ]
+        return [_extent(each, shape) for each in tensors if each.dim()]
 
     def elements(shape: Sequence[int]) -> float:
         dimensions = min(len(shape), len(_SIZES))
@@ -64,6 +60,17 @@ def measured_state_elements(settings: OptimizerSettings) -> Callable[[Sequence[i
         return sum(size * prod(merged[dimension] for dimension in each) for each, size in kept[dimensions])
 
     return elements
+
+
+def _extent(tensor: torch.Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], float]:
+    """The dimensions of a parameter of ``shape`` that ``tensor`` has, and the elements of float32 for each of them.
+
+    Scales of blocks have none of its dimensions: they grow with all of it.
+    """
+    size = tensor.element_size() / 4
+    if all(length in (*shape, 1) for length in tensor.shape):
+        return tuple(shape.index(length) for length in tensor.shape if length in shape), size
+    return tuple(range(len(shape))), size * tensor.numel() / prod(shape)
 
 
 def note_counts(optimizer: torch.optim.Optimizer, counts: Sequence[str]) -> None:

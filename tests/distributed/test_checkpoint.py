@@ -350,6 +350,10 @@ def test_what_cannot_be_read_or_belongs_to_another_training_is_refused_in_one_li
         assert "\n" not in line
         return line
 
+    more = replace(ADAMW, arguments={"amsgrad": True})
+    processes.run(1, run, "gpt2", make_plan("gpt2", dp=1, pp=1), more, tmp_path, None, ENDS_AFTER)
+    assert re.search(r": it has optimizer\.\S+\.max_exp_avg_sq, which the optimizer does not keep here$", told())
+    shutil.rmtree(tmp_path)
     processes.run(1, run, "gpt2", make_plan("gpt2", dp=1, pp=1), ADAMW, tmp_path, None, ENDS_AFTER)
     folder = tmp_path / f"iteration-{ENDS_AFTER:08d}"
     assert f"{folder}: it belongs to another model: it lacks the parameter " in told("t5")

@@ -60,6 +60,9 @@ INSTEAD = {  # command -> a smaller one of the same kind
     "auto3d export tiny out training.checkpoint_every=100": (
         f"auto3d export tiny out training.checkpoint_every=2 {FEW} plan.pp=4"
     ),
+    "auto3d train tiny training.optimizer=muon training.learning_rate=1e-3": (
+        f"auto3d train tiny training.optimizer=muon training.learning_rate=1e-3 {FEW}"
+    ),
     "auto3d profile tiny": "auto3d profile tiny cluster.devices_per_node=1",
     "auto3d profile RECIPE": "auto3d profile tiny cluster.devices_per_node=1",
     "auto3d doctor tiny --devices --report doctor.md": (

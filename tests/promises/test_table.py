@@ -125,7 +125,10 @@ def _(state: str, processes: Any) -> None:
 @row("optimizers")
 def _(state: str, processes: Any) -> None:
     meaning = {name: meaning for name, _, _, meaning in documented_keys()}["training.optimizer"]
-    assert all(name.lower() in meaning for name in ("AdamW", "SGD", "Adafactor", "torch"))
+    assert all(name.lower() in meaning for name in ("AdamW", "SGD", "Adafactor", "Muon", "torch"))
+    (run,) = re.findall(r"classes: (\d+) run", result("optimizers.md"))
+    (most,) = re.findall(r"over (\d+) other classes", state)
+    assert int(run) > int(most)
 
 
 @row("emulated devices")

@@ -50,6 +50,12 @@ PARTS = (
     ),
     Part(name="parity", command="make parity", minutes=60, tests=("tests/distributed", *RUNTIME)),
     Part(name="zoo", command="make zoo", minutes=20, tests=("tests/zoo", *RUNTIME)),
+    Part(
+        name="optimizers",
+        command="python -m pip install --quiet -e '.[optimizers]' && python -m tests.optimizers --write",
+        minutes=25,
+        tests=("tests/optimizers", "auto3d/runtime"),
+    ),
     Part(name="soak", command="make soak", minutes=90, tests=("tests", *LAUNCH)),
     Part(name="papers", command="make papers", minutes=30, tests=("launch/papers", "recipes/papers", *SEARCH)),
     Part(

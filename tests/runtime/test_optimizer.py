@@ -176,6 +176,18 @@ class Estimating(Plain):
         super().step()
 
 
+class Late(Plain):
+    """Keeps the last gradient from its second step on."""
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            state = self.state[parameter]
+            if state.setdefault("steps", 0):
+                state["last"] = parameter.grad.clone()
+            state["steps"] += 1
+
+
 class Listing(Plain):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
@@ -244,6 +256,12 @@ def test_an_optimizer_that_counts_outside_of_its_state_writes_no_checkpoints():
     optimizer_class(settings)
     with pytest.raises(InputError, match="Counting counts in steps, outside of its state"):
         check_resumes([settings])
+
+
+def test_what_is_kept_from_a_later_step_on_is_in_no_checkpoint_that_a_new_optimizer_reads():
+    optimizer_class(of(Late))
+    with pytest.raises(InputError, match="Late keeps last in some steps only"):
+        check_resumes([of(Late)])
 
 
 @pytest.mark.parametrize("name", REFUSED)
