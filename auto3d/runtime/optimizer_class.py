@@ -129,7 +129,7 @@ def _class_and_arguments(settings: OptimizerSettings) -> tuple[type[torch.optim.
         if "weight_decay" not in accepted:
             del options["weight_decay"]
             if settings.weight_decay:
-                raise InputError(f"optimizer: {settings.optimizer} takes no weight_decay; use training.weight_decay=0")
+                raise InputError(f"optimizer: {settings.optimizer} takes no weight_decay; give it a weight_decay of 0")
     for name in settings.arguments:
         if name in _OURS:
             raise InputError(f"optimizer_arguments: {name} is not accepted; it is set by {_OURS[name]}")

@@ -24,7 +24,7 @@ def schema_of(full_key: str) -> tuple[type, str]:
     """The schema that holds ``full_key`` and the key's name there: InputRecipe, kind for data.inputs.labels.kind."""
     group, name, *inner = re.sub(r"\[\d+\]", "", full_key).split(".")
     schema = group_schema(group)
-    while inner and (below := _inner_schema(schema, name)) is not None:
+    while inner and (below := inner_schema(schema, name)) is not None:
         if name == "inputs":
             inner.pop(0)
         if inner:
@@ -32,7 +32,7 @@ def schema_of(full_key: str) -> tuple[type, str]:
     return schema, name
 
 
-def _inner_schema(schema: type, name: str) -> type | None:
+def inner_schema(schema: type, name: str) -> type | None:
     """The schema of the groups in a key that holds one group, groups by name, or a list of groups; else None."""
     return _schema_in(get_type_hints(schema).get(name))
 
@@ -125,7 +125,7 @@ def documented_keys() -> Iterator[tuple[str, Any, str, str]]:
             default = item.default
             if item.default_factory is not MISSING:
                 default = item.default_factory()
-            inner = _inner_schema(schema, item.name)
+            inner = inner_schema(schema, item.name)
             many = {dict: ".NAME", list: "[N]"}.get(get_origin(get_type_hints(schema)[item.name]), "")
             if inner is None or many:
                 yield f"{prefix}{item.name}", default, accepted(schema, item.name), item.metadata["meaning"]

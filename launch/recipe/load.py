@@ -31,7 +31,7 @@ from launch.peers.limits import DEEPSPEED
 from launch.recipe.cluster_schema import AcceleratorRecipe, LinkRecipe
 from launch.recipe.data_schema import FOLDERS, INPUT_KEYS, SOURCES, TOKEN_KINDS, InputRecipe
 from launch.recipe.error import COMMAND_LINE, RecipeError
-from launch.recipe.keys import accepted, accepts, group_schema, groups, schema_of
+from launch.recipe.keys import accepted, accepts, group_schema, groups, inner_schema, schema_of
 from launch.recipe.links import SIDES, AssumedLink, complete_links
 from launch.recipe.overrides import KeyPath, file_names, nested, read_overrides, read_path, replaced, write_path
 from launch.recipe.schema import Recipe
@@ -259,11 +259,24 @@ def _merge(where: Path | str, group: str, present: DictConfig, layer: dict[Any, 
         try:
             present = _merged(present, {name: value})
         except (OmegaConfBaseException, TypeError, RecursionError) as error:
-            if isinstance(error, OmegaConfBaseException) and error.full_key:
-                full_key = f"{group}.{error.full_key}"
+            full_key = f"{group}.{_wrong_key(group_schema(group), name, value, error)}"
             found = OmegaConf.select(OmegaConf.create({group: layer}), full_key)
             raise _refused(where, full_key, found, error) from None
     return present
+
+
+def _wrong_key(schema: type, name: str, value: Any, error: Exception) -> str:
+    """The key, in ``schema``, of what is wrong with ``value`` of the key ``name``."""
+    item_schema = inner_schema(schema, name) if isinstance(value, list) else None
+    for number, item in enumerate(value if item_schema else ()):  # the error does not say which item it is
+        if not isinstance(item, dict):
+            return f"{name}[{number}]"
+        try:
+            OmegaConf.merge(OmegaConf.structured(item_schema), item)
+        except OmegaConfBaseException as wrong:
+            return f"{name}[{number}].{wrong.full_key}" if wrong.full_key else f"{name}[{number}]"
+    full_key = error.full_key if isinstance(error, OmegaConfBaseException) else None
+    return full_key or name
 
 
 def _merged(present: DictConfig, layer: dict[Any, Any]) -> DictConfig:

@@ -188,3 +188,29 @@ def test_commands_and_rows_replace_keys():
     loaded = load("tiny", user)
     assert loaded.changed(["plan.recompute=0.5", "training.seed=7"]).values.plan.dp == 2
     assert loaded.command("train", "plan.recompute=0.5", "--fresh").endswith("seed=4 plan.recompute=0.5 --fresh")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (
+            "training.parameter_groups=[{dimensions: 2}, {optimizr: sgd}]",
+            "[1].optimizr: unknown; did you mean optimizer?",
+        ),
+        ("training.parameter_groups=[{dimensions: two}]", "[0].dimensions: found 'two'; it takes a whole number"),
+        ("training.parameter_groups=[{learning_rate: -1}]", "[0].learning_rate: found -1.0; it takes a number of at"),
+        ("training.parameter_groups=[sgd]", "[0]: found 'sgd'; it takes a list of groups"),
+        ("training.parameter_groups=[{optimizer: lion}]", "[0].optimizer: found 'lion'; it takes adamw"),
+        (
+            "training.parameter_groups=[{optimizer_arguments: {eps: 1}}]",
+            "[0].optimizer_arguments: belongs to training.",
+        ),
+        ("cluster.more=[{nodes: 1}, {inside: {gbit_per_s: fast}}]", "[1].inside.gbit_per_s: found 'fast'"),
+    ],
+)
+def test_what_is_wrong_in_an_item_of_a_list_is_named_with_its_number(tmp_path, override, told):
+    (tmp_path / "base.yaml").write_text(BASE)
+    with pytest.raises(RecipeError) as refused:
+        load(str(tmp_path / "base.yaml"), [override])
+    assert override.partition("=")[0] + told in str(refused.value)
+    assert "\n" not in str(refused.value)
