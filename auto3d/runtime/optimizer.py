@@ -82,7 +82,6 @@ def build_optimizer(
     accepts.
     """
     kind, options = optimizer_class(settings)
-    counts = traits_of(settings).counts
     groups: list[dict[str, Any]] = [{"params": list(parameters)}]
 
     def follow(*_: object) -> None:
@@ -97,7 +96,7 @@ def build_optimizer(
         optimizer = kind(groups, **options)
         if shards:
             optimizer.register_step_pre_hook(follow)
-    note_counts(optimizer, counts)
+    note_counts(optimizer, traits_of(settings).counts)
     return optimizer, _learning_rate_schedule(optimizer, settings, iterations)
 
 

@@ -15,7 +15,7 @@ from auto3d.runtime.settings import MUON, OptimizerSettings
 
 OfParameter = Callable[[str, Sequence[int]], float]
 """A figure of a parameter of this name and shape."""
-_NEWTON_SCHULZ_STEPS = 5  # of torch.optim.Muon, by default
+_NEWTON_SCHULZ_STEPS = 5  # torch.optim.Muon takes so many by default
 _MUON_CLASS = "torch.optim.Muon"
 
 

@@ -37,7 +37,7 @@ class ParameterGroup:
     names: tuple[str, ...] = ("*",)  # names, or globs of names
     dimensions: int | None = None  # only those with so many dimensions; None: any
     optimizer: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of ``optimizer``, if there is one
+    arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)  # further arguments of ``optimizer``
     learning_rate: float | None = None
     weight_decay: float | None = None
 
@@ -60,6 +60,11 @@ class OptimizerSettings:
     learning_rate_arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)  # arguments of that schedule
     warmup_iterations: int = 0  # iterations in which the rate rises linearly from 0
     clip_norm: float = 1.0  # upper bound of the global gradient norm; 0: no clipping
+
+    @property
+    def updates_all_alike(self) -> bool:
+        """Whether it is AdamW or SGD for all parameters, of which any rank may update any slice."""
+        return self.optimizer in ("adamw", "sgd") and not self.groups
 
 
 BIASES_AND_NORMS = "biases-and-norms"  # the parameters that transformers' Trainer exempts from weight decay

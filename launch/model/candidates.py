@@ -122,7 +122,7 @@ def updates_check(recipe: LoadedRecipe, graph: Callable[[], Graph]) -> Callable[
     It asks for ``graph``, at any number of samples, where that may be so.
     """
     settings = optimizer_settings(recipe.values)
-    if settings.optimizer in ("adamw", "sgd") and not settings.groups:
+    if settings.updates_all_alike:
         return lambda plan: None
     from auto3d.runtime.optimizer_checks import check_updates  # imports torch
 

@@ -199,8 +199,12 @@ def cost_model(recipe: LoadedRecipe, subject: PlannedModel) -> CostModel:
 def _training(recipe: LoadedRecipe, subject: PlannedModel) -> TrainingOptions:
     """The training settings, with what follows from the shapes of the parameters where the optimizer asks for it."""
     options, settings = training(recipe.values), optimizer_settings(recipe.values)
-    is_plain = settings.optimizer in ("adamw", "sgd") and not settings.groups
-    if is_plain or settings.offload or options.system is not None or not isinstance(subject, PlannedGraphs):
+    if (
+        settings.updates_all_alike
+        or settings.offload
+        or options.system is not None
+        or not isinstance(subject, PlannedGraphs)
+    ):
         return options
 
     def graph() -> Graph:

@@ -96,7 +96,7 @@ def _always_shards(plan: Plan) -> bool:
 
 
 def _elementwise(settings: TrainingSettings) -> bool:
-    if settings.optimizer.optimizer in ("adamw", "sgd"):
+    if settings.optimizer.updates_all_alike:
         return True
     from auto3d.runtime.optimizer_class import is_elementwise  # imports torch
 

@@ -60,12 +60,12 @@ FILE = Path(__file__).resolve().parents[2] / "results/optimizers.md"
 MODEL = "llama-grouped-query"  # without biases: the gradients of those of keys are rounding alone
 ITERATIONS, ENDS_AFTER = 4, 2
 RATE = 1e-3
-NOISE = 1e-5  # of the largest gradient: a smaller one may be nothing but rounding, of which some classes take the sign
+NOISE = 1e-5  # smaller gradients, beside the largest one, may be rounding alone, of which some classes take the sign
 ROUNDING = 3e-7  # relative changes of the gradients of other plain loops, as another order of sums makes them
 OTHERS = 3  # number of these loops
-BOUND = 0.001  # of the largest update of a parameter
-OUTSIDE = 0.001  # of the elements of a weight: a change may move a quantised state to the next step
-FACTOR = 4  # of what such a change of the gradients changes; much where a class computes in bfloat16
+BOUND = 0.001  # allowed difference, as a fraction of the largest update of a parameter
+OUTSIDE = 0.001  # fraction of elements that may differ more: a quantised state may move to its next step
+FACTOR = 4  # allowed difference, in what rounding changes at most: much where a class computes in bfloat16
 PLANS = {
     "dp 2 × pp 2": lambda: make_plan(MODEL, dp=2, pp=2),
     "ZeRO-1, dp 4": lambda: make_plan(MODEL, dp=4, pp=1, shard_optimizer=True),
@@ -249,7 +249,7 @@ class _Noting:
         self._one.results[self._what] = RUNS
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, AssertionError):  # of the processes: the last line of a rank says what it was
+        if isinstance(error, AssertionError):  # the pool raises it, and its last line says what a rank met
             self._one.results[self._what] = f"{CRASHES}: {str(error).strip().splitlines()[-1]}"
         return isinstance(error, AssertionError)
 
