@@ -6,8 +6,10 @@ Sizes are bytes of the whole buffer that each rank holds.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import ceil, inf, log2
+
+import numpy as np
 
 from auto3d.cluster import Cluster, CollectiveTimes, Link, NodeCollectives
 from auto3d.tensor.conversions import Collective
@@ -73,20 +75,20 @@ class Traffic:
 
     def __init__(self, cluster: Cluster, groups: Sequence[Group]) -> None:
         self._cluster = cluster
-        self._inside: Counter[int] = Counter()  # node -> number of devices that communicate inside the node
-        self._outside: Counter[int] = Counter()  # node -> number of devices that communicate with other nodes
         self._links: dict[_Homes, Link] = {}
         self._group_links: dict[_Homes, GroupLink] = {}
         self._distinct: dict[GroupLink, GroupLink] = {}  # groups on different kinds of nodes may have equal links
-        for group in groups:
-            assert len(set(group)) == len(group), f"group {group} has a device twice"
-            homes = [cluster.node_of[device] for device in group]
-            if homes.count(homes[0]) == len(homes):
-                self._inside[homes[0]] += len(homes) if len(homes) > 1 else 0
-                continue
-            for node, count in Counter(homes).items():
-                self._inside[node] += count if count > 1 else 0
-                self._outside[node] += count
+        devices, nodes = len(cluster.node_of), len(cluster.nodes)
+        device_of = np.fromiter(chain.from_iterable(groups), dtype=int)
+        group_of = np.repeat(np.arange(len(groups)), np.fromiter(map(len, groups), dtype=int))
+        assert len(np.unique(group_of * devices + device_of)) == len(device_of), "a group has a device twice"
+        parts, counts = np.unique(group_of * nodes + np.array(cluster.node_of)[device_of], return_counts=True)
+        group, node = np.divmod(parts, nodes)  # of each part of a group that lies in one node
+        leaves = np.bincount(group, minlength=len(groups))[group] > 1
+        inside, outside = np.where(counts > 1, counts, 0), np.where(leaves, counts, 0)
+        # Per node, the number of devices that communicate inside the node, and with other nodes.
+        self._inside: list[int] = np.bincount(node, inside, nodes).astype(int).tolist()
+        self._outside: list[int] = np.bincount(node, outside, nodes).astype(int).tolist()
 
     def _homes(self, group: Group) -> _Homes:
         """All that the link of ``group`` depends on: thousands of groups differ only in the numbers of their nodes."""

@@ -223,11 +223,6 @@ def _slice_gradients(operation: Operation, slices: int) -> tuple[int, int]:
     return (slices, 0) if later == 0 else (0, -2 if later == 1 else -1)
 
 
-_Row = tuple[int, int, int, tuple[int, ...]]
-"""What an operation receives and sends, as the number of the message of micro-batch 0, or -1; units of its time for
-each micro-batch; its micro-batches."""
-
-
 class _Messages:
     """The messages between neighbouring stages: when each is posted, received, sent and released.
 
@@ -238,35 +233,36 @@ class _Messages:
     def __init__(self, schedule: Schedule) -> None:
         self._stages = schedule.stages
         self._pipes = 1 + max(pipe for _, pipe in schedule.device_of)
-        every = chain.from_iterable(schedule.operations)
-        self._micro_batches = 1 + max((m for operation in every for m in operation.micro_batches), default=0)
-        self._routes: dict[tuple[Kind, int, int], tuple[int, int, int]] = {}
-        rows = [[(*self._route(o), o.micro_batches) for o in operations] for operations in schedule.operations]
-        self._bounds = np.array([*accumulate((len(of_device) + 1 for of_device in rows), initial=0)])
-        numbered = [
-            (step, row)
-            for first, each in zip(self._bounds[:-1], rows, strict=True)
-            for step, row in enumerate(each, first)
-        ]
-        received = np.array([(row[0] + m, step) for step, row in numbered if row[0] >= 0 for m in row[3]], dtype=int)
-        sent = np.array([(row[1] + m, step) for step, row in numbered if row[1] >= 0 for m in row[3]], dtype=int)
-        places = _places(rows, 2 * self._stages * self._pipes * self._micro_batches)
-        self._changes = self._find_changes(len(rows), np.array(places), _by_number(received), _by_number(sent))
+        operations = [*chain.from_iterable(schedule.operations)]
+        sizes = np.fromiter((len(operation.micro_batches) for operation in operations), dtype=int)
+        micro_batches = np.fromiter(chain.from_iterable([each.micro_batches for each in operations]), dtype=int)
+        self._micro_batches = 1 + int(micro_batches.max(initial=0))
+        lengths = np.array([*map(len, schedule.operations)])
+        self._bounds = np.array([0, *np.cumsum(lengths + 1)])
+        steps = np.arange(len(operations)) + np.repeat(np.arange(len(lengths)), lengths)
+        routes = _Routes(self)
+        route_of = [routes[kind, stage, pipe] for kind, stage, _, pipe in operations]
+        received, sent, units = (np.array(each)[route_of] for each in zip(*routes.found, strict=True))
+        messages = np.repeat(received, sizes), np.repeat(sent, sizes)
+        numbers = [np.where(each >= 0, each + micro_batches, -1) for each in messages]
+        places = _places(lengths.tolist(), sizes, units * sizes, *numbers)
+        of_message = np.repeat(steps, sizes)
+        by_number = [np.stack((each, of_message), axis=1)[each >= 0] for each in numbers]
+        self._changes = self._find_changes(len(lengths), np.array(places), *map(_by_number, by_number))
         self._first = np.searchsorted(self._changes[0], self._bounds)
 
-    def _route(self, operation: Operation) -> tuple[int, int, int]:
-        kind, stage, pipe = key = operation.kind, operation.stage, operation.pipe
-        if key not in self._routes:
-            receives = sends = -1
-            last = self._stages - 1
-            if kind is Kind.FORWARD:
-                receives = self._number(0, stage, pipe) if stage else -1
-                sends = self._number(0, stage + 1, pipe) if stage < last else -1
-            elif kind in _WITH_GRADIENT:
-                receives = self._number(1, stage, pipe) if stage < last else -1
-                sends = self._number(1, stage - 1, pipe) if stage else -1
-            self._routes[key] = receives, sends, 2 if kind is Kind.BACKWARD else 1
-        return self._routes[key]
+    def route(self, kind: Kind, stage: int, pipe: int) -> tuple[int, int, int]:
+        """What an operation receives and sends, as the number of the message of micro-batch 0, or -1; and the units of
+        its time for each micro-batch."""
+        receives = sends = -1
+        last = self._stages - 1
+        if kind is Kind.FORWARD:
+            receives = self._number(0, stage, pipe) if stage else -1
+            sends = self._number(0, stage + 1, pipe) if stage < last else -1
+        elif kind in _WITH_GRADIENT:
+            receives = self._number(1, stage, pipe) if stage < last else -1
+            sends = self._number(1, stage - 1, pipe) if stage else -1
+        return receives, sends, 2 if kind is Kind.BACKWARD else 1
 
     def _number(self, gradient: int, target: int, pipe: int) -> int:
         """The number of the message of micro-batch 0."""
@@ -336,49 +332,71 @@ class _Messages:
         return steps - self._bounds[device], *rest
 
 
+class _Routes(dict[tuple[Kind, int, int], int]):
+    """(kind, stage, pipe) -> the place of its route in ``found``."""
+
+    def __init__(self, messages: _Messages) -> None:
+        super().__init__()
+        self._messages = messages
+        self.found: list[tuple[int, int, int]] = []
+
+    def __missing__(self, key: tuple[Kind, int, int]) -> int:
+        self[key] = len(self.found)
+        self.found.append(self._messages.route(*key))
+        return self[key]
+
+
 def _by_number(messages: np.ndarray) -> np.ndarray:
-    messages = messages.reshape(-1, 2)
     return messages[np.argsort(messages[:, 0])]
 
 
-def _places(rows: Sequence[Sequence[_Row]], messages: int) -> list[int]:
-    """Per step of all devices, its place in the order in which steps end; an end of a device is after all of them."""
-    totals, steps, clocks, ended_at = list(map(len, rows)), [0] * len(rows), [0] * len(rows), [-1] * messages
-    walked: list[int] = []  # device of each step
-    walked_until: list[int] = []  # its end, in units of a forward
+def _places(
+    lengths: Sequence[int], sizes: np.ndarray, units: np.ndarray, received: np.ndarray, sent: np.ndarray
+) -> list[int]:
+    """Per step of all devices, its place in the order in which steps end; an end of a device is after all of them.
+
+    ``lengths`` has the operations of each device; ``sizes`` and ``units`` have the micro-batches and the time of each
+    operation; ``received`` and ``sent`` the number of the message of each micro-batch of each operation, or -1.
+    """
+    ends = np.cumsum(sizes)
+    first, until, takes = (ends - sizes).tolist(), ends.tolist(), units.tolist()
+    needs, gives = received.tolist(), sent.tolist()
+    stops = [*accumulate(lengths)]
+    steps, clocks = [stop - length for stop, length in zip(stops, lengths, strict=True)], [0] * len(lengths)
+    ended_at = [-1] * (2 + max(max(needs, default=0), max(gives, default=0)))
+    ended_at[-1] = 0  # of the number -1, which waits for nothing
+    walked: list[int] = []  # operations
+    walked_until: list[int] = []  # their ends, in units of a forward
     moved = True
     while moved:  # each device goes on while it can, in turns
         moved = False
-        for device, row in enumerate(rows):
-            step, total, clock = steps[device], totals[device], clocks[device]
+        for device, stop in enumerate(stops):
+            step, clock = steps[device], clocks[device]
             begun = step
-            while step < total:
-                receives, sends, units, numbers = row[step]
+            while step < stop:
                 begin = clock
-                if receives >= 0:
-                    end = 0
-                    for m in numbers:
-                        end = ended_at[receives + m]
-                        if end < 0:
-                            break
-                        if end > begin:
-                            begin = end
+                for number in needs[first[step] : until[step]]:
+                    end = ended_at[number]
                     if end < 0:
                         break
-                clock = begin + units * len(numbers)
-                if sends >= 0:
-                    for m in numbers:
-                        ended_at[sends + m] = clock
-                walked.append(device)
-                walked_until.append(clock)
-                step += 1
+                    if end > begin:
+                        begin = end
+                else:
+                    clock = begin + takes[step]
+                    for number in gives[first[step] : until[step]]:
+                        if number >= 0:
+                            ended_at[number] = clock
+                    walked.append(step)
+                    walked_until.append(clock)
+                    step += 1
+                    continue
+                break
             if step > begun:
                 moved = True
                 steps[device], clocks[device] = step, clock
-    places: list[list[int]] = [[] for _ in rows]
-    for place, index in enumerate(sorted(range(len(walked)), key=walked_until.__getitem__)):
-        places[walked[index]].append(place)
-    return [place for of_device in places for place in (*of_device, len(walked))]
+    place_of = np.full(len(sizes), len(walked))
+    place_of[np.array(walked, dtype=int)[np.argsort(walked_until, kind="stable")]] = np.arange(len(walked))
+    return np.insert(place_of, stops, len(walked)).tolist()
 
 
 def _older_versions(schedule: Schedule, device: int) -> dict[int, list[int]]:

@@ -90,6 +90,10 @@ class Schedule:
     held_ahead: int = 1  # messages from one stage that a device receives before it has used the first of them
     forward_only: bool = False  # it evaluates: it has forwards and nothing else
 
+    def __hash__(self) -> int:
+        """Of the sizes, as a schedule has up to a million operations: what is found out about one is kept by it."""
+        return hash((self.name, self.stages, self.micro_batches, self.devices, self.parts, self.iterations))
+
     @property
     def devices(self) -> int:
         return len(self.operations)

@@ -5,6 +5,7 @@ every stage on every pipe. A pipe without micro-batches has them too, since its 
 the others.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from auto3d.schedule.advance import advance_devices
@@ -31,23 +32,38 @@ def place_syncs(schedule: Schedule, sync: str) -> Schedule:
         last_waits = [len(operations) if sync == "eager" else 0 for operations in schedule.operations]
     placed = []
     for device, operations in enumerate(schedule.operations):
-        last_backward = {pipe_stage: -1 for pipe_stage, home in schedule.device_of.items() if home == device}
-        for index, operation in enumerate(operations):
-            if operation.kind in BACKWARDS:
-                last_backward[operation.stage, operation.pipe] = index
-        pipe_stages = sorted(last_backward, key=last_backward.__getitem__)
+        pipe_stages = [pipe_stage for pipe_stage, home in schedule.device_of.items() if home == device]
+        last_backward = _last_backwards(operations, pipe_stages)
+        pipe_stages.sort(key=last_backward.__getitem__)
         early = {last_backward[one]: one for one in pipe_stages if 0 <= last_backward[one] < last_waits[device]}
         with_syncs: list[Operation] = []
-        for index, operation in enumerate(operations):
-            with_syncs.append(operation)
-            if index in early:
-                stage, pipe = early[index]
-                with_syncs.append(Operation(Kind.SYNC, stage, (), pipe))
+        placed_until = 0
+        for index, (stage, pipe) in sorted(early.items()):
+            with_syncs += operations[placed_until : index + 1]
+            with_syncs.append(Operation(Kind.SYNC, stage, (), pipe))
+            placed_until = index + 1
+        with_syncs += operations[placed_until:]
         late = [pipe_stage for pipe_stage in pipe_stages if pipe_stage not in early.values()]
         with_syncs += [Operation(Kind.SYNC, stage, (), pipe) for stage, pipe in late]
         with_syncs += [Operation(Kind.UPDATE, stage, (), pipe) for stage, pipe in pipe_stages]
         placed.append(tuple(with_syncs))
     return replace(schedule, operations=tuple(placed))
+
+
+def _last_backwards(
+    operations: Sequence[Operation], pipe_stages: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], int]:
+    """(stage, pipe) -> the index of its last backward among ``operations``; -1 if it has none."""
+    found = dict.fromkeys(pipe_stages, -1)
+    missing = len(found)
+    for index in range(len(operations) - 1, -1, -1):
+        if not missing:
+            break
+        kind, stage, _, pipe = operations[index]
+        if kind in BACKWARDS and found.get((stage, pipe), index) < 0:
+            found[stage, pipe] = index
+            missing -= 1
+    return found
 
 
 def place_updates(schedule: Schedule, sync: str, *, every: int) -> Schedule:

@@ -15,9 +15,10 @@ def run_shared(work: DeviceWork, costs: Costs) -> Run:
     Time advances from event to event: each start or end of an operation changes the speed of all others on its machine.
     The time of messages and all-reduces does not depend on what is computed.
     """
-    count, stops = len(work.steps), work.bounds[1:]
+    bounds, waits = work.order.bounds, work.order.waits
+    count, stops = len(work.steps), bounds[1:]
     start, end, arrival = [0.0] * count, [0.0] * count, [-1.0] * count
-    position, free, link_free = work.bounds[:-1], [0.0] * len(stops), [0.0] * len(work.links)
+    position, free, link_free = [*bounds[:-1]], [0.0] * len(stops), [0.0] * len(work.links)
     sync_free = [0.0] * len(stops)
     remaining: dict[int, float] = {}  # device -> remaining seconds of its operation if nothing slows it down
     now = 0.0
@@ -26,7 +27,7 @@ def run_shared(work: DeviceWork, costs: Costs) -> Run:
         for device, number in enumerate(position):
             if device in remaining or number == stops[device]:
                 continue
-            needed = [arrival[earlier] for earlier in work.waits[number]]
+            needed = [arrival[earlier] for earlier in waits[number]]
             if min(needed, default=0.0) < 0.0:
                 continue
             begin = max(needed, default=0.0)

@@ -1,14 +1,14 @@
 """The simulator: when each operation of a schedule starts and ends, given the costs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from auto3d.schedule.check import ScheduleError
-from auto3d.schedule.dependencies import numbered
 from auto3d.schedule.operation import Operation, Schedule
 from auto3d.simulate.costs import Costs
 from auto3d.simulate.shared_machines import run_shared
-from auto3d.simulate.work import DeviceWork, lay_out, sync_groups
+from auto3d.simulate.work import DeviceWork, Order, lay_out, sync_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +30,15 @@ class Timeline:
 
     schedule: Schedule
     costs: Costs
-    operations: list[Operation]
     work: DeviceWork
     start: list[float]
     end: list[float]
     arrival: list[float]  # when the message has reached the next device; for an S: when its all-reduce has ended
     spans: list[tuple[int, int]]  # (first, stop) of runs of operations of one device, in an order that could be run
+
+    @property
+    def operations(self) -> Sequence[Operation]:
+        return self.work.order.operations
 
     @cached_property
     def makespan(self) -> float:
@@ -57,7 +60,7 @@ class Timeline:
 
     def numbers(self, device: int) -> range:
         """The numbers of the operations of ``device``, in order."""
-        return range(self.work.bounds[device], self.work.bounds[device + 1])
+        return range(self.work.order.bounds[device], self.work.order.bounds[device + 1])
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -77,19 +80,18 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     Raises InputError if the costs do not fit the schedule, ScheduleError if devices wait for each other.
     """
     costs.check_fit(schedule)
-    operations = numbered(schedule)
     work = lay_out(schedule, costs)
+    order = work.order
     if costs.shared_machines:
         start, end, arrival, position = run_shared(work, costs)
-        spans = [(number, number + 1) for number in sorted(range(len(operations)), key=lambda n: (end[n], start[n], n))]
+        spans = [(number, number + 1) for number in sorted(range(len(work.steps)), key=lambda n: (end[n], start[n], n))]
     else:
         start, end, arrival, position, spans = _run_independent(work, overlap=costs.overlap)
-    if position != work.bounds[1:]:
-        raise ScheduleError(_deadlock(operations, work.waits, arrival, position, work.bounds[1:]))
+    if position != order.bounds[1:]:
+        raise ScheduleError(_deadlock(order, arrival, position))
     return Timeline(
         schedule=schedule,
         costs=costs,
-        operations=operations,
         work=work,
         start=start,
         end=end,
@@ -105,11 +107,11 @@ def _run_independent(
 
     Returns start, end and arrival per operation, the next operation per device, and the spans; see Timeline.
     """
-    steps, waits, receive = work.steps, work.waits, work.receive
-    count, devices = len(steps), len(work.bounds) - 1
+    steps, waits, receive, bounds = work.steps, work.order.waits, work.receive, work.order.bounds
+    count, devices = len(steps), len(bounds) - 1
     start, end = [0.0] * count, [0.0] * count
     arrival = [-1.0] * count  # below 0: the operation has not run yet
-    position, stops, free = work.bounds[:-1], work.bounds[1:], [0.0] * devices
+    position, stops, free = [*bounds[:-1]], bounds[1:], [0.0] * devices
     link_free, sync_free = [0.0] * len(work.links), [0.0] * devices
     waiter = [-1] * count  # operation -> a device that waits for it, -1 for none
     also_waiting = [-1] * devices  # device -> another device that waits for the same operation, -1 for none
@@ -159,16 +161,10 @@ def _run_independent(
     return start, end, arrival, position, spans
 
 
-def _deadlock(
-    operations: list[Operation],
-    waits: list[tuple[int, ...]],
-    arrival: list[float],
-    position: list[int],
-    stops: list[int],
-) -> str:
+def _deadlock(order: Order, arrival: Sequence[float], position: Sequence[int]) -> str:
     stuck = []
-    for device, (number, stop) in enumerate(zip(position, stops, strict=True)):
+    for device, (number, stop) in enumerate(zip(position, order.bounds[1:], strict=True)):
         if number < stop:
-            missing = next(needed for needed in waits[number] if arrival[needed] < 0)
-            stuck.append(f"device {device} before {operations[number]} waits for {operations[missing]}")
+            missing = next(needed for needed in order.waits[number] if arrival[needed] < 0)
+            stuck.append(f"device {device} before {order.operations[number]} waits for {order.operations[missing]}")
     return f"deadlock: {'; '.join(stuck)}"

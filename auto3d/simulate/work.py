@@ -1,7 +1,9 @@
 """The input of the simulator's loop: a schedule and its costs as flat lists with one entry per operation."""
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from auto3d.schedule.dependencies import bounds, dependencies, numbered
@@ -16,62 +18,89 @@ and sends each of them as soon as it is done. Equal operations have the same tup
 """
 
 
+_StepKey = tuple[Kind, int, int, int, int]  # kind, stage, pipe, number of micro-batches, slice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What the work of a schedule has in common at all costs; operations have the numbers of
+    ``auto3d.schedule.dependencies``."""
+
+    operations: Sequence[Operation]
+    bounds: Sequence[int]  # operations of device d: bounds[d] to bounds[d + 1] - 1
+    step_keys: Sequence[_StepKey]  # the kinds of steps, each once; the slice is that of the operation
+    step_of: Sequence[int]  # per operation: the place of its kind in ``step_keys``
+    waits: Sequence[tuple[int, ...]]  # per operation: those whose messages or all-reduces must have ended
+    recomputed_inside: Mapping[int, int]  # see the function
+    joined: frozenset[int]  # the S that another S of their device and all-reduce replaces
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceWork:
-    """The work of all devices; operations have the numbers of ``auto3d.schedule.dependencies``."""
+    """The work of all devices: an order with its steps."""
 
-    bounds: list[int]  # operations of device d: bounds[d] to bounds[d + 1] - 1
+    order: Order
     steps: list[Step]
     links: dict[tuple[int, int], int]  # (sending, receiving device) -> number of the link
-    waits: list[tuple[int, ...]]  # per operation: those whose messages or all-reduces must have ended
     receive: list[float]  # per operation: time that receiving takes on its device; empty if messages overlap compute
+
+
+@lru_cache(8)  # as few as auto3d.schedule.shape keeps of the schedules themselves
+def order_of(schedule: Schedule) -> Order:
+    operations = numbered(schedule)
+    groups = sync_groups(operations)
+    joined: set[int] = set()
+    for group in groups.values():
+        last_of = {schedule.device_of[operations[n].stage, operations[n].pipe]: n for n in group}
+        joined.update(set(group).difference(last_of.values()))
+    slices = schedule.slices  # a computation runs one slice, a sync or update none
+    places: dict[_StepKey, int] = {}
+    return Order(
+        operations=operations,
+        bounds=bounds(schedule),
+        step_of=[
+            places.setdefault((kind, stage, pipe, len(m), sum(m) % slices), len(places))
+            for kind, stage, m, pipe in operations
+        ],
+        step_keys=list(places),
+        waits=_waits(schedule, operations, groups),
+        recomputed_inside=recomputed_inside(schedule),
+        joined=frozenset(joined),
+    )
 
 
 def lay_out(schedule: Schedule, costs: Costs) -> DeviceWork:
     """The work of ``schedule`` at ``costs``."""
-    operations = numbered(schedule)
-    device_bounds = bounds(schedule)
-    groups = sync_groups(operations)
-    waits = _waits(schedule, operations, groups)
-    step_of = _Steps(schedule, costs)
-    if costs.forward_of_slice or costs.backward_of_slice:
-        slices = schedule.slices  # a computation runs one slice, a sync or update none
-        steps = [
-            step_of[o.kind, o.stage, o.pipe, len(o.micro_batches), sum(o.micro_batches) % slices] for o in operations
-        ]
-    else:
-        steps = [step_of[o.kind, o.stage, o.pipe, len(o.micro_batches), 0] for o in operations]
-    for number, count in recomputed_inside(schedule).items():
-        operation = operations[number]
+    order = order_of(schedule)
+    find = _Steps(schedule, costs)
+    kinds = [find[key] for key in order.step_keys]
+    steps = [kinds[place] for place in order.step_of]
+    for number, count in order.recomputed_inside.items():
+        operation = order.operations[number]
         duration, after, link, _ = steps[number]
-        duration += count * step_of[Kind.RECOMPUTE, operation.stage, operation.pipe, 1, 0][0]
+        duration += count * find[Kind.RECOMPUTE, operation.stage, operation.pipe, 1, 0][0]
         steps[number] = duration, after, link, _lead(duration, after, len(operation.micro_batches))
     if costs.by_operation:
         steps = [
             _measured(operation, link, *times)
-            for operation, (_, _, link, _), times in zip(operations, steps, costs.by_operation, strict=True)
+            for operation, (_, _, link, _), times in zip(order.operations, steps, costs.by_operation, strict=True)
         ]
-    for group in groups.values():
-        last_of = {schedule.device_of[operations[n].stage, operations[n].pipe]: n for n in group}
-        for number in set(group).difference(last_of.values()):
-            # A device with a stage on several pipes adds their gradients and reduces them once.
-            steps[number] = 0.0, 0.0, -1, 0.0
-    receive = [] if costs.overlap else _receives(device_bounds, steps, waits)
-    return DeviceWork(bounds=device_bounds, steps=steps, links=step_of.links, waits=waits, receive=receive)
+    for number in order.joined:
+        # A device with a stage on several pipes adds their gradients and reduces them once.
+        steps[number] = 0.0, 0.0, -1, 0.0
+    receive = [] if costs.overlap else _receives(order.bounds, steps, order.waits)
+    return DeviceWork(order=order, steps=steps, links=find.links, receive=receive)
 
 
-class _Steps(dict[tuple[Kind, int, int, int, int], Step]):
-    """(kind, stage, pipe, number of micro-batches, slice) -> step, computed at its first use.
-
-    The slice is 0 unless slices have times of their own.
-    """
+class _Steps(dict[_StepKey, Step]):
+    """Kind of step -> step, computed at its first use."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         super().__init__()
         self.schedule, self.costs = schedule, costs
         self.links: dict[tuple[int, int], int] = {}
 
-    def __missing__(self, key: tuple[Kind, int, int, int, int]) -> Step:
+    def __missing__(self, key: _StepKey) -> Step:
         kind, stage, pipe, count, part = key
         device = self.schedule.device_of[stage, pipe]
         if kind is Kind.SYNC:
@@ -138,7 +167,7 @@ def recomputed_inside(schedule: Schedule) -> dict[int, int]:
     return inside
 
 
-def sync_groups(operations: list[Operation]) -> dict[tuple[int, int], list[int]]:
+def sync_groups(operations: Sequence[Operation]) -> dict[tuple[int, int], list[int]]:
     """(stage, round) -> the numbers of the S that start one all-reduce: the round-th S of the stage on each pipe."""
     groups: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     rounds: defaultdict[tuple[int, int], int] = defaultdict(int)
@@ -152,7 +181,7 @@ def sync_groups(operations: list[Operation]) -> dict[tuple[int, int], list[int]]
 
 
 def _waits(
-    schedule: Schedule, operations: list[Operation], groups: dict[tuple[int, int], list[int]]
+    schedule: Schedule, operations: Sequence[Operation], groups: dict[tuple[int, int], list[int]]
 ) -> list[tuple[int, ...]]:
     """Per operation, those that it waits for: its dependencies or, for a U, the S of the all-reduces of its device.
 
@@ -177,7 +206,7 @@ def _waits(
     return waits
 
 
-def _receives(bounds: list[int], steps: list[Step], waits: list[tuple[int, ...]]) -> list[float]:
+def _receives(bounds: Sequence[int], steps: list[Step], waits: Sequence[tuple[int, ...]]) -> list[float]:
     """Per operation, the time to receive its messages. The first operation that needs a message receives it."""
     receive = [0.0] * len(waits)
     received = bytearray(len(waits))
