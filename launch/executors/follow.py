@@ -4,7 +4,7 @@ If a job ends without a measurement, SLURM's state of the job says why; a trial 
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +61,7 @@ def follow_jobs(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watche
     followed = {trial: _Followed(job) for trial, job in jobs.items()}
     number, answered_at, asked_at, pause_s = 0, time.monotonic(), -STATES_S, STATES_S
     states: dict[str, JobState] = {}
+    told: set[str] = set()  # lines about pending jobs
     with interrupts_noted() as interrupted:
         while followed:
             if interrupted():
@@ -82,6 +83,7 @@ def follow_jobs(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watche
                     pause_s = min(max(STATES_S, POLL_BACKOFF * (answered_at - asked_at)), LONGEST_STATES_S)
                     for trial, one in followed.items():
                         _look(recipe, trial, one, states.get(one.job), watcher)
+                    _tell_why_pending(followed.values(), states, told, watcher)
             ended = _ended(recipe, followed, states, watcher, all_files=polls)
             record_ends(recipe, ended)
             for trial, measurement in ended.items():
@@ -118,6 +120,21 @@ def _look(recipe: LoadedRecipe, trial: Trial, one: _Followed, state: JobState | 
         with manifest_of(recipe).decided_alone():
             if trial.measurement() is None:
                 write_failure(recipe, trial, Status.TIMEOUT, reason)
+
+
+def _tell_why_pending(
+    followed: Collection[_Followed], states: Mapping[str, JobState], told: set[str], watcher: Watcher
+) -> None:
+    """Tell once of each reason for which jobs of an array have been pending since the last look or longer."""
+    now = time.monotonic()
+    for one in followed:
+        state = states.get(one.job)
+        if state is None or one.pending_since is None or now - one.pending_since < STATES_S:
+            continue
+        line = f"job {one.job.split('_')[0]} is pending; SLURM's reason: {state.why}"
+        if line not in told:
+            told.add(line)
+            watcher.tell(line)
 
 
 def _ended(

@@ -1,4 +1,4 @@
-"""Cost of driving 500 trials on SLURM: python -m tests.benchmarks.submission
+"""Cost of driving 500 trials on SLURM, and the time to a first job: python -m tests.benchmarks.submission
 
 Every command is one that a user would run, in a new process, on the cluster of `make cluster-up`; without a cluster,
 nothing is measured. Jobs, arrays, folders, pickled calls and exits are real; only a trial's work is one second of
@@ -14,7 +14,7 @@ from pathlib import Path
 from shutil import which
 from statistics import mean
 from tempfile import TemporaryDirectory
-from time import perf_counter
+from time import perf_counter, sleep
 
 from tabulate import tabulate
 
@@ -44,6 +44,12 @@ search:
   max_trials: 500
 launch: {executor: slurm, exclusive: false, cpus_per_node: 1, setup: [. ./work.sh]}
 """
+CUT = (  # `make sweep RECIPE=gpt20b EXECUTOR=slurm` with a model, and nodes, of which this machine can hold four
+    "model.config.n_layer=8", "model.config.n_head=8", "model.config.n_embd=64", "model.config.n_positions=128",
+    "model.config.vocab_size=512", "data.sequence_length=128", "data.vocabulary_size=512", "training.global_batch=16",
+    "cluster={nodes: 4, devices_per_node: 2, device: cpu, accelerator: null, memory_gib: 2}", "search.max_trials=4",
+    "search.tp=[1,2]", "search.pp=[2,4]", "launch.executor=slurm", "launch.exclusive=false", "launch.cpus_per_node=2",
+)  # fmt: skip
 # Replaces the trial: writes what it would write, a second later.
 WORK = """
 sleep 1
@@ -145,7 +151,7 @@ def measure(cluster: SlurmCluster, folder: Path) -> list[list[str]]:
     later = "launch.additional_parameters.begin=now+1hour"
     try:
         commands.run("submit; the model is captured at two sizes", "sweep", recipe, later, "--detach")
-        assert "500 waiting" in commands.run("status of 500 that wait", "status", recipe)
+        assert "500 pending" in commands.run("status of 500 that wait", "status", recipe)
         commands.run("cancel 500", "cancel", recipe)
         assert "500 cancelled" in commands.run("status of 500 that were cancelled", "status", recipe)
         commands.run("submit again; the captures are in the cache", "sweep", recipe, "--detach")
@@ -156,12 +162,36 @@ def measure(cluster: SlurmCluster, folder: Path) -> list[list[str]]:
     return commands.rows
 
 
+def first_job_s(cluster: SlurmCluster, folder: Path, cache: Path) -> float:
+    """Seconds from a user's command, a sweep of the recipe gpt20b, until the first of its jobs runs."""
+    folder.mkdir()
+    auto3d = [sys.executable, "-m", "launch.main"]
+    environment = cluster.environment | {"AUTO3D_CACHE": str(cache)}
+    begin = perf_counter()
+    with (folder / "output").open("w") as output:
+        sweep = subprocess.Popen([*auto3d, "sweep", "gpt20b", *CUT], cwd=folder, env=environment, stderr=output)
+    try:
+        while "RUNNING" not in (states := cluster.run("squeue", "--noheader", "--format=%T")):
+            if sweep.poll() is not None or perf_counter() - begin > LIMIT_S:
+                raise SystemExit(f"no job of gpt20b began: {states}\n{(folder / 'output').read_text()}")
+            sleep(0.1)
+        return perf_counter() - begin
+    finally:
+        sweep.terminate()
+        sweep.wait()
+        cluster.run(*auto3d, "cancel", "gpt20b", cwd=folder)
+        while cluster.run("squeue", "--noheader"):
+            sleep(0.5)
+
+
 def main() -> None:
     if reason := why_no_cluster():
         print(f"nothing was measured: {reason}")
         return
     with TemporaryDirectory() as folder:
-        rows = measure(found_cluster(), Path(folder))
+        cluster, here = found_cluster(), Path(folder)
+        cold, warm = (first_job_s(cluster, here / name, here / "captures") for name in ("cold", "warm"))
+        rows = measure(cluster, here)
     heads = [
         "command",
         "s",
@@ -171,7 +201,8 @@ def main() -> None:
         "calls of SLURM's commands (mean s of one)",
     ]
     print(tabulate(rows, heads, tablefmt="github", disable_numparse=True))
-    print(f"\n{len(os.sched_getaffinity(0))} cores, load average {os.getloadavg()[1]:.1f}")
+    print(f"\nfirst job of gpt20b, cut: after {cold:.1f} s, and {warm:.1f} s with what was captured before")
+    print(f"{len(os.sched_getaffinity(0))} cores, load average {os.getloadavg()[1]:.1f}")
 
 
 if __name__ == "__main__":

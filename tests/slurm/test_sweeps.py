@@ -280,6 +280,7 @@ def test_a_job_that_waits_too_long_is_cancelled(sweeps):
     sweeps.cluster.run("sbatch", *everything)
     wait_for("no node to be idle", lambda: "idle" not in sweeps.cluster.node_states().values(), timeout_s=30)
     output = sweeps.auto3d("sweep", "launch.queue_timeout_s=3", code=1)
+    assert output.count(f"job {sweeps.job().split('_')[0]} is pending; SLURM's reason: ") == 1
     assert f"job {sweeps.job()} was pending for 3 s (" in output
     assert not sweeps.cluster.run("squeue", "--noheader", "--partition=low")
     assert statuses(sweeps) == ["timeout"]
