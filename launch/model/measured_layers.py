@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from statistics import mean
 
-from auto3d.cluster import Cluster
+from auto3d.cluster import Accelerator, Cluster
 from auto3d.cost.layers import (
     Layer,
     MeasuredLayers,
@@ -25,6 +26,7 @@ from launch.recipe.words import counted
 PUBLISHED = RECIPES / "published" / "data"  # published measurements, each with its source
 ONE_SAMPLE = ("model", "device", "tp", "forward_s_per_sample")
 PASSES = ("micro_batch_size", "tp", "layer", "forward_s", "backward_s", "update_s")
+DEVICE = "device"  # a column that passes of several kinds of devices have too
 
 
 def measured_model(recipe: LoadedRecipe) -> PlannedLayers:
@@ -40,7 +42,7 @@ def measured_model(recipe: LoadedRecipe) -> PlannedLayers:
         return work_of_layers(layers, samples, tp, precision=precision)
 
     if PASSES[-1] in rows[0]:
-        passes = _passes(recipe, rows, len(layers))
+        passes = _passes(recipe, len(layers))
         return PlannedLayers(
             layers=layers,
             layer_work=lambda samples, tp: replace(work(samples, tp), exchanges=()),  # the passes include them
@@ -57,16 +59,23 @@ def measured_model(recipe: LoadedRecipe) -> PlannedLayers:
 
 
 def with_measured_update(machine: Cluster, recipe: LoadedRecipe) -> Cluster:
-    """``machine`` with the measured time of the optimizer's update of one parameter, where ``model.layers`` has it."""
+    """``machine`` with each device's measured time of the optimizer's update of one parameter, where ``model.layers``
+    has it."""
     if recipe.values.model.layers is None or PASSES[-1] not in _rows(recipe)[0]:
         return machine
     parameters = sum(layer.parameters for layer in _layers(recipe))
-    totals: dict[tuple[str, str], float] = {}
-    for row in _rows(recipe):
-        key = row["micro_batch_size"], row["tp"]
-        totals[key] = totals.get(key, 0.0) + float(row["update_s"])
-    each = sum(total * int(tp) / parameters for (_, tp), total in totals.items()) / len(totals)
-    nodes = (replace(node, accelerator=replace(node.accelerator, update_s=each)) for node in machine.nodes)
+    seconds: dict[str, list[float]] = {}  # of one parameter, in each measurement of all layers
+    for device, rows in _by_device(recipe).items():
+        totals: dict[tuple[str, str], float] = {}
+        for row in rows:
+            key = row["micro_batch_size"], row["tp"]
+            totals[key] = totals.get(key, 0.0) + float(row["update_s"])
+        seconds[device] = [total * int(tp) / parameters for (_, tp), total in totals.items()]
+
+    def measured(kind: Accelerator) -> Accelerator:
+        return replace(kind, update_s=mean(seconds[kind.name])) if kind.name in seconds else kind
+
+    nodes = (replace(node, accelerator=measured(node.accelerator)) for node in machine.nodes)
     return Cluster(nodes=tuple(nodes), device=machine.device)
 
 
@@ -121,24 +130,42 @@ def _one_sample(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]], count: 
     return {key: tuple(seconds) for key, seconds in found.items()}
 
 
-def _passes(
-    recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]], count: int
-) -> Mapping[tuple[str, int], MeasuredPasses]:
-    """The measured passes by degree; the file is of the recipe's kind of device."""
-    found: dict[int, dict[int, list[Mapping[str, str]]]] = {}
+def _by_device(recipe: LoadedRecipe) -> dict[str, list[Mapping[str, str]]]:
+    """The measured passes by kind of device: the column ``device``, or else the only kind that the cluster has.
+
+    Raises RecipeError where the file does not say which of several kinds of devices it is of.
+    """
+    cluster, rows = recipe.values.cluster, _rows(recipe)
+    kinds = list(dict.fromkeys(nodes.accelerator or Accelerator().name for nodes in (cluster, *cluster.more)))
+    if DEVICE not in rows[0]:
+        if len(kinds) > 1:
+            problem = f"found {recipe.values.model.layers!r}, which has no column {DEVICE!r}"
+            raise recipe.error("model.layers", f"{problem}; it must say of which each row is: {', '.join(kinds)}")
+        return {kinds[0]: list(rows)}
+    names = {kind.casefold(): kind for kind in kinds}
+    found: dict[str, list[Mapping[str, str]]] = {}
     for row in rows:
-        found.setdefault(int(row["tp"]), {}).setdefault(int(row["micro_batch_size"]), []).append(row)
+        found.setdefault(names.get(row[DEVICE].casefold(), row[DEVICE]), []).append(row)
+    return found
+
+
+def _passes(recipe: LoadedRecipe, count: int) -> Mapping[tuple[str, int], MeasuredPasses]:
+    """The measured passes by kind of device and degree."""
     passes = {}
-    for tp, by_size in found.items():
-        sizes = sorted(by_size)
-        ordered = [sorted(by_size[size], key=lambda row: int(row["layer"])) for size in sizes]
-        for size, each in zip(sizes, ordered, strict=True):
-            _check_count(recipe, len(each), count, f"at tp {tp} and micro_batch_size {size}")
-        passes[recipe.values.cluster.accelerator or "device", tp] = MeasuredPasses(
-            samples=tuple(sizes),
-            forward=tuple(tuple(float(row["forward_s"]) for row in each) for each in ordered),
-            backward=tuple(tuple(float(row["backward_s"]) for row in each) for each in ordered),
-        )
+    for device, rows in _by_device(recipe).items():
+        found: dict[int, dict[int, list[Mapping[str, str]]]] = {}
+        for row in rows:
+            found.setdefault(int(row["tp"]), {}).setdefault(int(row["micro_batch_size"]), []).append(row)
+        for tp, by_size in found.items():
+            sizes = sorted(by_size)
+            ordered = [sorted(by_size[size], key=lambda row: int(row["layer"])) for size in sizes]
+            for size, each in zip(sizes, ordered, strict=True):
+                _check_count(recipe, len(each), count, f"on {device} at tp {tp} and micro_batch_size {size}")
+            passes[device, tp] = MeasuredPasses(
+                samples=tuple(sizes),
+                forward=tuple(tuple(float(row["forward_s"]) for row in each) for each in ordered),
+                backward=tuple(tuple(float(row["backward_s"]) for row in each) for each in ordered),
+            )
     return passes
 
 
