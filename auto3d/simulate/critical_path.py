@@ -29,7 +29,7 @@ def critical_numbers(timeline: Timeline) -> list[int]:
         return []
     work, start, arrival = timeline.work, timeline.start, timeline.arrival
     close = _CLOSE * timeline.makespan
-    first_of_device = set(work.order.bounds)
+    first_of_device = set(work.numbered.bounds)
     backwards = [0] * len(start)  # number of backwards on the best path that ends with each operation
     before = [-1] * len(start)  # previous operation on that path
     # Messages on one link, and all-reduces of one device, run back to back in a queue: the operation that started such
@@ -42,7 +42,7 @@ def critical_numbers(timeline: Timeline) -> list[int]:
             bound = start[number] - (work.receive[number] if work.receive else 0.0) - close
             stays = number not in first_of_device and _free(timeline, number - 1) >= bound
             candidates = [number - 1] if stays else []
-            candidates += [maker[needed] for needed in work.order.waits[number] if arrival[needed] >= bound]
+            candidates += [maker[needed] for needed in work.numbered.waits[number] if arrival[needed] >= bound]
             best = max(candidates, key=backwards.__getitem__, default=-1)  # the first one among equals
             before[number] = best
             backwards[number] = (backwards[best] if best >= 0 else 0) + (timeline.operations[number].kind in BACKWARDS)

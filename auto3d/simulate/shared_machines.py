@@ -15,7 +15,7 @@ def run_shared(work: DeviceWork, costs: Costs) -> Run:
     Time advances from event to event: each start or end of an operation changes the speed of all others on its machine.
     The time of messages and all-reduces does not depend on what is computed.
     """
-    bounds, waits = work.order.bounds, work.order.waits
+    bounds, waits = work.numbered.bounds, work.numbered.waits
     count, stops = len(work.steps), bounds[1:]
     start, end, arrival = [0.0] * count, [0.0] * count, [-1.0] * count
     position, free, link_free = [*bounds[:-1]], [0.0] * len(stops), [0.0] * len(work.links)

@@ -8,7 +8,7 @@ from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.operation import Operation, Schedule
 from auto3d.simulate.costs import Costs
 from auto3d.simulate.shared_machines import run_shared
-from auto3d.simulate.work import DeviceWork, Order, lay_out, sync_groups
+from auto3d.simulate.work import DeviceWork, NumberedSchedule, lay_out, sync_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Timeline:
 
     @property
     def operations(self) -> Sequence[Operation]:
-        return self.work.order.operations
+        return self.work.numbered.operations
 
     @cached_property
     def makespan(self) -> float:
@@ -60,7 +60,7 @@ class Timeline:
 
     def numbers(self, device: int) -> range:
         """The numbers of the operations of ``device``, in order."""
-        return range(self.work.order.bounds[device], self.work.order.bounds[device + 1])
+        return range(self.work.numbered.bounds[device], self.work.numbered.bounds[device + 1])
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -81,14 +81,14 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     costs.check_fit(schedule)
     work = lay_out(schedule, costs)
-    order = work.order
+    numbered = work.numbered
     if costs.shared_machines:
         start, end, arrival, position = run_shared(work, costs)
         spans = [(number, number + 1) for number in sorted(range(len(work.steps)), key=lambda n: (end[n], start[n], n))]
     else:
         start, end, arrival, position, spans = _run_independent(work, overlap=costs.overlap)
-    if position != order.bounds[1:]:
-        raise ScheduleError(_deadlock(order, arrival, position))
+    if position != numbered.bounds[1:]:
+        raise ScheduleError(_deadlock(numbered, arrival, position))
     return Timeline(
         schedule=schedule,
         costs=costs,
@@ -107,7 +107,7 @@ def _run_independent(
 
     Returns start, end and arrival per operation, the next operation per device, and the spans; see Timeline.
     """
-    steps, waits, receive, bounds = work.steps, work.order.waits, work.receive, work.order.bounds
+    steps, waits, receive, bounds = work.steps, work.numbered.waits, work.receive, work.numbered.bounds
     count, devices = len(steps), len(bounds) - 1
     start, end = [0.0] * count, [0.0] * count
     arrival = [-1.0] * count  # below 0: the operation has not run yet
@@ -161,10 +161,12 @@ def _run_independent(
     return start, end, arrival, position, spans
 
 
-def _deadlock(order: Order, arrival: Sequence[float], position: Sequence[int]) -> str:
+def _deadlock(numbered: NumberedSchedule, arrival: Sequence[float], position: Sequence[int]) -> str:
     stuck = []
-    for device, (number, stop) in enumerate(zip(position, order.bounds[1:], strict=True)):
+    for device, (number, stop) in enumerate(zip(position, numbered.bounds[1:], strict=True)):
         if number < stop:
-            missing = next(needed for needed in order.waits[number] if arrival[needed] < 0)
-            stuck.append(f"device {device} before {order.operations[number]} waits for {order.operations[missing]}")
+            missing = next(needed for needed in numbered.waits[number] if arrival[needed] < 0)
+            stuck.append(
+                f"device {device} before {numbered.operations[number]} waits for {numbered.operations[missing]}"
+            )
     return f"deadlock: {'; '.join(stuck)}"

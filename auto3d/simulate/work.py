@@ -22,7 +22,7 @@ _StepKey = tuple[Kind, int, int, int, int]  # kind, stage, pipe, number of micro
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class NumberedSchedule:
     """What the work of a schedule has in common at all costs; operations have the numbers of
     ``auto3d.schedule.dependencies``."""
 
@@ -37,16 +37,16 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceWork:
-    """The work of all devices: an order with its steps."""
+    """The work of all devices: a numbered schedule with its steps."""
 
-    order: Order
+    numbered: NumberedSchedule
     steps: list[Step]
     links: dict[tuple[int, int], int]  # (sending, receiving device) -> number of the link
     receive: list[float]  # per operation: time that receiving takes on its device; empty if messages overlap compute
 
 
 @lru_cache(8)  # as few as auto3d.schedule.shape keeps of the schedules themselves
-def order_of(schedule: Schedule) -> Order:
+def numbered_schedule(schedule: Schedule) -> NumberedSchedule:
     operations = numbered(schedule)
     groups = sync_groups(operations)
     joined: set[int] = set()
@@ -55,7 +55,7 @@ def order_of(schedule: Schedule) -> Order:
         joined.update(set(group).difference(last_of.values()))
     slices = schedule.slices  # a computation runs one slice, a sync or update none
     places: dict[_StepKey, int] = {}
-    return Order(
+    return NumberedSchedule(
         operations=operations,
         bounds=bounds(schedule),
         step_of=[
@@ -71,25 +71,25 @@ def order_of(schedule: Schedule) -> Order:
 
 def lay_out(schedule: Schedule, costs: Costs) -> DeviceWork:
     """The work of ``schedule`` at ``costs``."""
-    order = order_of(schedule)
+    common = numbered_schedule(schedule)
     find = _Steps(schedule, costs)
-    kinds = [find[key] for key in order.step_keys]
-    steps = [kinds[place] for place in order.step_of]
-    for number, count in order.recomputed_inside.items():
-        operation = order.operations[number]
+    kinds = [find[key] for key in common.step_keys]
+    steps = [kinds[place] for place in common.step_of]
+    for number, count in common.recomputed_inside.items():
+        operation = common.operations[number]
         duration, after, link, _ = steps[number]
         duration += count * find[Kind.RECOMPUTE, operation.stage, operation.pipe, 1, 0][0]
         steps[number] = duration, after, link, _lead(duration, after, len(operation.micro_batches))
     if costs.by_operation:
         steps = [
             _measured(operation, link, *times)
-            for operation, (_, _, link, _), times in zip(order.operations, steps, costs.by_operation, strict=True)
+            for operation, (_, _, link, _), times in zip(common.operations, steps, costs.by_operation, strict=True)
         ]
-    for number in order.joined:
+    for number in common.joined:
         # A device with a stage on several pipes adds their gradients and reduces them once.
         steps[number] = 0.0, 0.0, -1, 0.0
-    receive = [] if costs.overlap else _receives(order.bounds, steps, order.waits)
-    return DeviceWork(order=order, steps=steps, links=find.links, receive=receive)
+    receive = [] if costs.overlap else _receives(common.bounds, steps, common.waits)
+    return DeviceWork(numbered=common, steps=steps, links=find.links, receive=receive)
 
 
 class _Steps(dict[_StepKey, Step]):

@@ -6,6 +6,9 @@ import click
 
 from auto3d.errors import InputError
 from launch.commands.consoles import note
+from launch.model.certainty import FILE
+from launch.model.measured_layers import published
+from launch.yardstick.certainty import planning, set_errors, write_errors
 from launch.yardstick.pages import write_pages
 from launch.yardstick.program import program
 from launch.yardstick.results import TRACES, predictors, replay_trace, score_set
@@ -21,7 +24,11 @@ from launch.yardstick.table import LEGEND, table
     "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True,
     help="Seconds that a program may take for a set.",
 )  # fmt: skip
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write README.md and pictures here.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write README.md and pictures here; with all sets, also the errors that plans take for their intervals.",
+)
 @click.option("--list", "listing", is_flag=True, help="List sets and predictors; score none.")
 def yardstick(
     sets: tuple[str, ...],
@@ -55,6 +62,10 @@ def yardstick(
     click.echo(f"\n{LEGEND}")
     if out is not None:
         for file in write_pages(scored, traces, out):
+            note(f"written: {file}")
+        if not sets and (ours := planning(scored)) is not None:
+            found = (errors for one in scored if (errors := set_errors(one, ours)) is not None)
+            write_errors(list(found), file := published(FILE))
             note(f"written: {file}")
     return 0
 

@@ -10,14 +10,17 @@ from auto3d.search.search import Ranked, Search
 from auto3d.search.space import Candidate, Refusals
 from launch.console.output import print_json
 from launch.model.assumed import SIGN, SIGN_MEANS, assumed_line, places_assumed
+from launch.model.certainty import Certainty, certainty_lines, certainty_of
 from launch.model.config_keys import unquantized
 from launch.model.ranking import EXPLAINED, describe_certificate, fastest_order, predicted_on, search_record
 from launch.model.search import SHOWN, described
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.words import counted
 
+INTERVAL = "80 %\n(s)"
 HEADINGS = (
     "predicted\n(s)",
+    INTERVAL,
     "dp",
     "tp",
     "pp",
@@ -45,14 +48,18 @@ def print_plans(recipe: LoadedRecipe, search: Search, *, as_json: bool, show_all
     ranked, refused = search.ranked(), search.refused()
     shown = ranked if show_all else ranked[:SHOWN]
     assumed = places_assumed(recipe, search.maker.model, ranked)
-    rows = [_marked(cells(one)) if place in assumed else cells(one) for place, one in enumerate(shown)]
-    print(tabulate(rows, HEADINGS, disable_numparse=True))
+    certainty = certainty_of(recipe, search.maker.model.measured_in)
+    rows = [cells(one, certainty, SIGN if place in assumed else "") for place, one in enumerate(shown)]
+    headings = [heading for heading in HEADINGS if certainty is not None or heading != INTERVAL]
+    print(tabulate(rows, headings, disable_numparse=True))
     if len(shown) < len(ranked):
         print(f"… and {len(ranked) - len(shown)} more (--all)")
     if same := [(place, one) for place, one in enumerate(ranked, 1) if one.same]:
         print(_same(same) if show_all else f"{counted(len(same), 'plan')} under several candidates (--all names them)")
     if assumed:
         print(SIGN_MEANS)
+    if certainty is not None:
+        print(f"\n{certainty_lines(certainty, [one.seconds for one in ranked])}")
     print(f"\nwhy the best is best, in seconds:\n{_explanation(search, ranked)}")
     print(f"\n{_memory(search, ranked[0])}")
     if (order := fastest_order(ranked)) is not None:
@@ -66,17 +73,16 @@ def print_plans(recipe: LoadedRecipe, search: Search, *, as_json: bool, show_all
         print(note)
 
 
-def cells(one: Ranked) -> tuple[Any, ...]:
-    """The cells of a candidate's row, under HEADINGS."""
+def cells(one: Ranked, certainty: Certainty | None = None, mark: str = "") -> tuple[Any, ...]:
+    """The cells of a candidate's row, under HEADINGS; without ``certainty``, none under INTERVAL.
+
+    ``mark`` stands behind the time of a plan whose place assumed links decide.
+    """
     candidate = one.candidate
+    interval = () if certainty is None else ("–".join(f"{end:.3g}" for end in certainty.interval(one.seconds)),)
     degrees = candidate.dp, candidate.tp, candidate.pp, candidate.micro_batch_size
     choices = candidate.schedule, candidate.recompute, candidate.partition, candidate.placement, candidate.more
-    return f"{one.seconds:.4g}", *degrees, *choices
-
-
-def _marked(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The cells of a plan whose place assumed links decide."""
-    return f"{row[0]} {SIGN}", *row[1:]
+    return f"{one.seconds:.4g} {mark}".rstrip(), *interval, *degrees, *choices
 
 
 def _summary(recipe: LoadedRecipe, search: Search) -> str:

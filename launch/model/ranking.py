@@ -12,6 +12,7 @@ from auto3d.search.search import Ranked, Search
 from auto3d.synthesis.certificate import SOLVER_SECONDS, Certificate
 from launch.model.assumed import assumed_records, places_assumed
 from launch.model.candidates import exact_plans
+from launch.model.certainty import certainty_of
 from launch.model.profile import basis, how_to_measure
 from launch.model.search import algorithm
 from launch.recipe.load import LoadedRecipe
@@ -55,7 +56,7 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
     records = []
     ranked = search.ranked()
     certified, trials = fastest_order(ranked), most_trials(recipe.values)
-    assumed = places_assumed(recipe, model, ranked)
+    assumed, certainty = places_assumed(recipe, model, ranked), certainty_of(recipe, model.measured_in)
     for place, one in enumerate(ranked):
         estimate = asdict(model.estimate(one.plan)) if place < EXPLAINED else None
         plan, problem = None, ""
@@ -76,6 +77,7 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
                 **asdict(one.candidate),
                 "same": [asdict(each) for each in one.same],
                 "predicted_s": one.seconds,
+                "interval_s": None if certainty is None else certainty.interval(one.seconds),
                 "place_assumed": place in assumed,
                 "peak_bytes": max(model.memory(one.plan)),
                 "problem": problem,
@@ -86,6 +88,7 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
         )
     return {
         "candidates": records,
+        "certainty": None if certainty is None else asdict(certainty),
         "infeasible": [{"count": one.count, "reason": one.reason, **asdict(one.example)} for one in search.refused()],
         "algorithm": algorithm(recipe),
         "size": len(search.domain),

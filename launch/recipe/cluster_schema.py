@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from auto3d.cost.systems import SYSTEMS
+from auto3d.plan import AUTO3D
 from launch.recipe.schema_key import LARGEST_NODE, LARGEST_NODES, key
 
 
@@ -89,6 +91,12 @@ class AcceleratorRecipe:
         0.0, "microseconds of host time per micro-batch of a stage, in addition to its operations", least=0
     )
     iteration_ms: float = key(0.0, "milliseconds that every iteration takes in addition, whatever its size", least=0)
+    fitted_to: str = key(
+        "",
+        "system on whose iterations these figures were fitted; empty: they are those of a data sheet or of single "
+        "operations",
+        choices=("", AUTO3D, *SYSTEMS),
+    )
 
 
 @dataclass

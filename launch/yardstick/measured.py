@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from launch.model.certainty import Origin
 from launch.recipe.load import LoadedRecipe
 
 FULLEST = None  # in place of a pipeline device: the memory of the device that needs most
@@ -80,6 +81,7 @@ class MeasuredSet:
     interpolated: bool = False  # micro-batch sizes are many, so most are interpolated from two captures
     fitted: Mapping[str, str] = field(default_factory=dict)
     """Part -> which parameters of auto3d's recipe were fitted to its runs."""
+    origin: Origin  # where the figures that decide its times come from
     words: str = ""  # how rows were read and what is scored
     open: str = ""  # open questions
 

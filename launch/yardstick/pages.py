@@ -6,6 +6,7 @@ from statistics import mean
 
 from tabulate import tabulate
 
+from launch.yardstick.certainty import planning, section
 from launch.yardstick.measured import GIB, PublishedRun
 from launch.yardstick.pictures import draw
 from launch.yardstick.predictors import Predicted, Predictor
@@ -21,7 +22,7 @@ INTRODUCTION = """# Predictors beside published measurements
     auto3d yardstick --out results/published  # minutes; more once the models have to be captured
 
 Measured by others on real GPUs; the files, with their sources, are in recipes/published/data. Predictors named auto3d-…
-use the recipes of recipes/published; the others are textbook formulas ([how](../../docs/yardstick.md)). Nothing here
+use the recipes of recipes/published; the others are textbook formulas ([how](../../docs/yardstick.md)). Only h100-gpt2
 was measured by this project.
 """
 TRACES_TEXT = """## Traced trainings
@@ -37,6 +38,8 @@ def write_pages(sets: Sequence[ScoredSet], traces: Sequence[ReplayedTrace], fold
     """Write README.md and a picture per set to ``folder``; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = [INTRODUCTION, table(sets, traces, "github"), "", LEGEND, ""]
+    if (ours := planning(sets)) is not None:
+        parts.append(section(sets, ours))
     files = []
     for one in sets:
         files.append(folder / f"{one.measured.name}.png")

@@ -316,7 +316,7 @@ class PlanMemory:
         ]
 
     def _over_time(self, needs: _Device, moments: _Moments, device: int, timeline: Timeline) -> BytesOverTime:
-        first = timeline.work.order.bounds[device]
+        first = timeline.work.numbered.bounds[device]
         totals = needs.totals(moments)
         idle = sum(needs.constant.values())
         quiet = idle + moments.counts @ needs.per_count

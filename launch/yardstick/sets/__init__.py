@@ -4,10 +4,13 @@ from launch.yardstick.measured import MeasuredSet
 from launch.yardstick.sets import (
     a100_node,
     b200_llama70b,
+    gh200_gptneo,
     gh200_opt350m,
+    h100_gpt2,
     h100_llama,
     megatron_sc21,
     t4x16_gpt2,
+    v100_megatron,
     zero_bubble,
 )
 
@@ -20,7 +23,10 @@ SETS: dict[str, MeasuredSet] = {
         zero_bubble.SET,
         gh200_opt350m.MEMORY,
         gh200_opt350m.TIMES,
+        gh200_gptneo.SET,
         h100_llama.SET,
+        h100_gpt2.SET,
         b200_llama70b.SET,
+        v100_megatron.SET,
     )
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from launch.model.certainty import Origin
 from launch.recipe.load import LoadedRecipe
 from launch.yardstick.measured import MeasuredSet, ModelSizes, PublishedRun, whole
 
@@ -48,6 +49,7 @@ SET = MeasuredSet(
     licence="released data of a paper",
     system="Megatron-DeepSpeed",
     read=_runs,
+    origin=Origin.FITTED,
     interpolated=True,
     fitted={
         "": "eight figures of recipes/accelerators/A100-80GB.yaml were fitted to these 960 runs; `auto3d calibrate` "

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 
+from launch.model.certainty import Origin
 from launch.recipe.load import LoadedRecipe
 from launch.yardstick.measured import MIB, MeasuredSet, ModelSizes, PublishedRun, whole
 
@@ -49,6 +50,7 @@ SET = MeasuredSet(
     licence="Apache-2.0",
     system="Megatron-LM 0.14",
     read=_runs,
+    origin=Origin.FITTED,
     fitted={
         FITTED: "matrix_efficiency of recipes/accelerators/B200-180GB.yaml was fitted to the times of these two runs"
     },

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+from launch.model.certainty import Origin
 from launch.recipe.load import LoadedRecipe
 from launch.yardstick.measured import FULLEST, MeasuredSet, ModelSizes, PublishedRun
 
@@ -42,7 +43,7 @@ def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[Publi
                 },
                 sizes=SIZES,
                 group=(f"gpus={gpus}", f"batch={found['gbs']}"),
-                seconds=float(found["real_s"]) if measured_layers else None,
+                seconds=float(found["real_s"]),
                 memory=() if measured_layers else ((FULLEST, float(found["max_mem_bytes"])),),
             )
         )
@@ -59,14 +60,18 @@ def _cuts(stages: Sequence[int], *, measured_layers: bool) -> list[int]:
 
 MEMORY = MeasuredSet(
     name="gh200-opt350m",
-    title="OPT-350M on 4 to 128 GH200, memory",
+    title="OPT-350M on 4 to 128 GH200, from the data sheet",
     file="gh200_opt350m_trials.csv",
     source=SOURCE,
     licence="MIT",
     system="Megatron-DeepSpeed, as Sailor uses it",
     read=_runs,
-    fitted={"": "prediction.reserve_gib of the recipe, 4.4 GiB on each device, was fitted to these 15 runs"},
-    words="The memory of the fullest device. Sailor's own predictions are 5.6 % off.",
+    origin=Origin.DATA_SHEET,
+    fitted={
+        "": "prediction.reserve_gib of the recipe, 4.4 GiB on each device, was fitted to the memory of these 15 runs"
+    },
+    words="Times from the device's data sheet, and the memory of the fullest device. Sailor's own predictions of "
+    "memory are 5.6 % off.",
     open="The runs hold 4.1 to 5.6 GiB more than the tensors, at every degree: perhaps the context and NCCL's buffers.",
 )
 TIMES = MeasuredSet(
@@ -77,6 +82,7 @@ TIMES = MeasuredSet(
     licence="MIT",
     system="Megatron-DeepSpeed, as Sailor uses it",
     read=_runs,
+    origin=Origin.FITTED,
     words="Our predictions take the measured passes of layers (gh200_opt350m_layers.csv), as Sailor's do, which are "
     "6 % off; the other predictors do not.",
     open="One run of data-parallel degree 4 spends 1.06 s of its 1.24 s in the gradient all-reduce, ten times as long "

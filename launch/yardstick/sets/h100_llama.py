@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from launch.model.certainty import Origin
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import cluster
 from launch.yardstick.measured import GIB, MeasuredSet, ModelSizes, PublishedRun, whole
@@ -65,6 +66,7 @@ SET = MeasuredSet(
     licence="Apache-2.0",
     system="nanotron 0.5",
     read=_runs,
+    origin=Origin.FITTED,
     interpolated=True,
     fitted={part: words for kind, words in FITTED.items() for part in (kind, f"{kind}, MFU ≥ {LEAST_MFU:.0%}")},
     words="Memory is that of rank 0, on the first stage. The error of time counts runs of at least 10 % MFU (model "

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from launch.model.certainty import Origin
 from launch.recipe.load import LoadedRecipe
 from launch.yardstick.measured import MeasuredSet, PublishedRun, whole
 from launch.yardstick.sets.a100_node import gpt_sizes
@@ -30,6 +31,7 @@ SET = MeasuredSet(
     licence="table of a paper",
     system="Megatron-LM",
     read=_runs,
+    origin=Origin.OTHER_SYSTEM,
     words="Our figures of the A100 were fitted to another set, a100-node. Calculon's predictions are 3.7 % off.",
     open="The two runs with the least tensor parallelism are the farthest off; their data-parallel groups of 32 cross "
     "nodes, and the recipe has the peak of the network only.",

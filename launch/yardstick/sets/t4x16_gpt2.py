@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from math import inf
 
+from launch.model.certainty import Origin
 from launch.recipe.load import LoadedRecipe
 from launch.yardstick.measured import MeasuredSet, ModelSizes, PublishedRun
 
@@ -40,6 +41,7 @@ SET = MeasuredSet(
     licence="released results of a paper",
     system="DeepSpeed",
     read=_runs,
+    origin=Origin.FITTED,
     words="Our times rest on AMP's measured layers, not on its trials. Five trials gave no result within 200 s for an "
     "unknown reason and are left out.",
     open="Plans with data parallelism and no pipeline are predicted 10 to 18 % too fast; AMP's released results do not "

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import ceil
 
+from launch.model.certainty import Origin
 from launch.recipe.load import LoadedRecipe
 from launch.yardstick.measured import FULLEST, GIB, MeasuredSet, PublishedRun, whole
 from launch.yardstick.sets.a100_node import gpt_sizes
@@ -74,6 +75,7 @@ SET = MeasuredSet(
     licence="tables of a paper",
     system="Megatron-LM",
     read=_runs,
+    origin=Origin.OTHER_SYSTEM,
     words="ZB-1p and ZB-2p are fitted to the predicted times, within the memory of 1F1B and twice as much. The first "
     "and the last stage have a layer less than the others; interleaved chunks have one layer each. Relative: the time "
     "of a schedule over that of 1F1B.",

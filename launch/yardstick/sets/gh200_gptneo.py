@@ -1,0 +1,52 @@
+"""GPT-Neo-2.7B on 2 to 64 nodes of four GH200, further validation data of Sailor."""
+
+from collections.abc import Mapping, Sequence
+
+from launch.model.certainty import Origin
+from launch.recipe.load import LoadedRecipe
+from launch.yardstick.measured import FULLEST, MeasuredSet, ModelSizes, PublishedRun
+from launch.yardstick.sets.gh200_opt350m import SOURCE
+
+SIZES = ModelSizes(
+    layers=32,
+    hidden=2560,
+    heads=20,
+    key_value_heads=20,
+    ffn=10240,
+    gated=False,
+    vocabulary=50257,
+    sequence=2048,
+    tied=True,
+)
+
+
+def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[PublishedRun]:
+    return [
+        PublishedRun(
+            line=line,
+            row=row,
+            sizes=SIZES,
+            group=(
+                f"gpus={int(row['tp']) * int(row['dp']) * int(row['pp'])}",
+                f"batch={row['training.global_batch']}",
+            ),
+            seconds=float(row["measured_s"]),
+            memory=((FULLEST, float(row["measured_bytes"])),),
+        )
+        for line, row in enumerate(rows, 2)
+    ]
+
+
+SET = MeasuredSet(
+    name="gh200-gptneo",
+    title="GPT-Neo-2.7B on 8 to 256 GH200, from the data sheet",
+    file="gh200_gptneo_trials.csv",
+    source=SOURCE,
+    licence="MIT",
+    system="Megatron-DeepSpeed, as Sailor uses it",
+    read=_runs,
+    origin=Origin.DATA_SHEET,
+    words="Times from the device's data sheet, and the memory of the fullest device.",
+    open="Every run takes twice the predicted time and memory, at all degrees: perhaps it computed attention in "
+    "float32, as the model's code in transformers does.",
+)

@@ -1,0 +1,48 @@
+"""GPT-2 on one H100 under this project's own runtime."""
+
+from collections.abc import Mapping, Sequence
+
+from launch.model.certainty import Origin
+from launch.recipe.load import LoadedRecipe
+from launch.yardstick.measured import FULLEST, MeasuredSet, ModelSizes, PublishedRun
+
+SIZES = ModelSizes(
+    layers=12,
+    hidden=768,
+    heads=12,
+    key_value_heads=12,
+    ffn=3072,
+    gated=False,
+    vocabulary=50257,
+    sequence=1024,
+    tied=True,
+)
+
+
+def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[PublishedRun]:
+    return [
+        PublishedRun(
+            line=line,
+            row=row,
+            sizes=SIZES,
+            group=("gpus=1",),
+            seconds=float(row["measured_s"]),
+            memory=((FULLEST, float(row["measured_bytes"])),),
+        )
+        for line, row in enumerate(rows, 2)
+    ]
+
+
+SET = MeasuredSet(
+    name="h100-gpt2",
+    title="GPT-2 on one H100 under this project's runtime",
+    file="h100_gpt2_trials.csv",
+    source="results/cuda of this project (2026)",
+    licence="Apache-2.0",
+    system="this project's runtime",
+    read=_runs,
+    origin=Origin.OTHER_SYSTEM,
+    words="The only set that this project measured. The figures of the device were fitted to nanotron, whose host "
+    "launches operations more slowly.",
+    open="Products with a vocabulary of 50,257, which 8 does not divide, are slow.",
+)
