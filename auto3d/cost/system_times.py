@@ -18,6 +18,9 @@ class SystemTimes:
     """Without ZeRO-1, the sum of gradients begins inside the last backward, as in torch's DistributedDataParallel."""
     whole_update_bytes: float = 0.0
     """Bytes per parameter that an update moves for all parameters of a rank, also those of other ranks' shards."""
+    attention_moved: tuple[float, float] | None = None
+    """Bytes per attention weight that the forward and the backward of an attention move between its matrix products
+    where its softmax is several kernels; None: not counted, as it is one kernel."""
     loss_moved: tuple[float, float] | None = None
     """Bytes per logit that the forward and the backward of the cross-entropy move; None: one kernel each."""
 
@@ -49,3 +52,13 @@ MEGATRON_TIMES = SystemTimes(
 )
 
 MEGATRON_TE_TIMES = SystemTimes(accumulated_bytes=8.0)  # with Transformer Engine's cross-entropy, which is one kernel
+
+DEEPSPEED_TIMES = SystemTimes(
+    # Megatron-DeepSpeed where Megatron's fused softmax is not built. megatron/model/transformer.py, CoreAttention:
+    # torch.baddbmm writes the scores (2 bytes), torch.bmm reads the weights (2). megatron/model/fused_softmax.py,
+    # forward_torch_softmax: the cast to float32 (2 + 4), the scale (8), masked_fill_ with its mask (8 + 1), the softmax
+    # (8), the cast back (4 + 2). Backward: the gradient of the weights and the weights for that of the values (2 + 2),
+    # the casts (6 each), the softmax, which reads its result too (12), masked_fill (9), the scale (8), and the gradient
+    # of the scores, read by two products (4). Dropout, which the models of published runs do not have, is not counted.
+    attention_moved=(41.0, 49.0),
+)

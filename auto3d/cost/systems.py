@@ -6,7 +6,14 @@ about precisions.
 
 from dataclasses import dataclass
 
-from auto3d.cost.system_times import MEGATRON_TE_TIMES, MEGATRON_TIMES, NANOTRON_TIMES, OWN, SystemTimes
+from auto3d.cost.system_times import (
+    DEEPSPEED_TIMES,
+    MEGATRON_TE_TIMES,
+    MEGATRON_TIMES,
+    NANOTRON_TIMES,
+    OWN,
+    SystemTimes,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +92,7 @@ DEEPSPEED = System(
     attention_buffer=True,
     loss_saved=4.0,
     loss_working=8.0,
+    times=DEEPSPEED_TIMES,
 )
 TORCH = System(
     # transformers' modules: every operation saves what autograd keeps of it; the loss casts the logits to float32

@@ -18,6 +18,7 @@ from auto3d.capture.graph import Graph, GraphNode
 from auto3d.cost.memory.tensors import WITH_EARLIER, Tensors, tensors_of
 from auto3d.cost.share import Share
 from auto3d.cost.system_bytes import system_bytes
+from auto3d.cost.system_times import OWN
 from auto3d.cost.systems import System
 from auto3d.partition.stage import crossing_bytes
 from auto3d.tensor.conversions import CONVERSIONS, Collective, Conversion
@@ -190,7 +191,8 @@ def work_scaled(share: Work, whole: Work, other: Work, times: float) -> Work:
 def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, system: System | None) -> Work:
     """The work of the nodes of ``graph``, which may be a local one; without its blocks and exchanges."""
     scale = scale_of(graph, precision)
-    loss_moved = None if system is None else system.times.loss_moved
+    times = OWN if system is None else system.times
+    attention_moved = None if fused_attention or fused else times.attention_moved
     count = len(graph.nodes)
     arrays: dict[str, Any] = {name: np.zeros(count) for name in SUMMED}
     sizes = _sizes(graph)
@@ -228,9 +230,14 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, s
             arrays["launches"][position], arrays["backward_launches"][position] = forward > 0, backward > 0
             continue
         forward, backward = _moved(node, sizes)
-        if loss_moved is not None and node.operator.startswith(_LOSSES):
+        if times.loss_moved is not None and node.operator.startswith(_LOSSES):
             logits = max(prod(shape) for shape in _read_shapes(graph, node))
-            forward, backward = (logits * each / scale for each in loss_moved)
+            forward, backward = (logits * each / scale for each in times.loss_moved)
+        if attention_moved is not None and node.flops and "attention" in node.operator:
+            queries, keys = _read_shapes(graph, node)[:2]
+            weights = prod(queries[:-1]) * keys[-2]
+            forward += weights * attention_moved[0] / scale
+            backward += weights * attention_moved[1] / scale
         if position in run_of:
             first, inside = run_of[position]
             forward, backward = forward - inside, max(0.0, backward - inside)

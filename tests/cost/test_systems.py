@@ -123,3 +123,19 @@ def test_transformer_engine_holds_one_unused_gradient_for_each_shape_of_weights(
     assert sum(len(users) for _, users in work.shared) == 2 * 7
     head = max(position for position, node in enumerate(graph.nodes) if node.flops and node.state)
     assert work.working[head] == 2 * (VOCABULARY * H + S * B * (VOCABULARY + H))
+
+
+def test_attention_of_several_kernels_moves_its_weights_again_and_again():
+    """Bytes per weight as counted in auto3d/cost/system_times.py; none where its softmax or all of it is one kernel."""
+    graph = captured(gpt, 1).graph
+    weights = B * HEADS * S * S
+
+    def moved(system: System, **how: bool) -> tuple[float, float]:
+        work = work_of(graph, shard(graph).bounds, precision="float16", system=system, **how)
+        return float(work.moved.sum()), float(work.backward_moved.sum())
+
+    quiet = replace(DEEPSPEED, times=replace(DEEPSPEED.times, attention_moved=None))
+    forward, backward = moved(quiet, fused_attention=False)
+    assert moved(DEEPSPEED, fused_attention=False) == pytest.approx((forward + 41 * weights, backward + 49 * weights))
+    for how in ({"fused_attention": True}, {"fused": True, "fused_attention": False}):
+        assert moved(DEEPSPEED, **how) == moved(quiet, **how)
