@@ -1,7 +1,7 @@
 """A recipe's measured layers: the CSV file of ``model.layers`` as a model to plan."""
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -127,7 +127,8 @@ def _one_sample(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]], count: 
         )
     for (device, tp), seconds in found.items():
         _check_count(recipe, len(seconds), count, f"on {device} at tp {tp}")
-    return {key: tuple(seconds) for key, seconds in found.items()}
+    accelerators = _names(recipe, {device for device, _ in found})
+    return {(accelerators.get(device, device), tp): tuple(seconds) for (device, tp), seconds in found.items()}
 
 
 def _by_device(recipe: LoadedRecipe) -> dict[str, list[Mapping[str, str]]]:
@@ -135,18 +136,36 @@ def _by_device(recipe: LoadedRecipe) -> dict[str, list[Mapping[str, str]]]:
 
     Raises RecipeError where the file does not say which of several kinds of devices it is of.
     """
-    cluster, rows = recipe.values.cluster, _rows(recipe)
-    kinds = list(dict.fromkeys(nodes.accelerator or Accelerator().name for nodes in (cluster, *cluster.more)))
+    rows, kinds = _rows(recipe), _kinds(recipe)
     if DEVICE not in rows[0]:
         if len(kinds) > 1:
             problem = f"found {recipe.values.model.layers!r}, which has no column {DEVICE!r}"
             raise recipe.error("model.layers", f"{problem}; it must say of which each row is: {', '.join(kinds)}")
         return {kinds[0]: list(rows)}
-    names = {kind.casefold(): kind for kind in kinds}
+    names = _names(recipe, {row[DEVICE] for row in rows})
     found: dict[str, list[Mapping[str, str]]] = {}
     for row in rows:
-        found.setdefault(names.get(row[DEVICE].casefold(), row[DEVICE]), []).append(row)
+        found.setdefault(names.get(row[DEVICE], row[DEVICE]), []).append(row)
     return found
+
+
+def _kinds(recipe: LoadedRecipe) -> list[str]:
+    """The accelerators of the cluster, each once."""
+    cluster = recipe.values.cluster
+    return list(dict.fromkeys(nodes.accelerator or Accelerator().name for nodes in (cluster, *cluster.more)))
+
+
+def _names(recipe: LoadedRecipe, devices: Collection[str]) -> dict[str, str]:
+    """Device of the file -> the cluster's accelerator that it is, if it is one.
+
+    Cases do not count, nor a system after the device, as in V100-16GB-amp.
+    """
+    names: dict[str, str] = {}
+    for device in devices:
+        for kind in _kinds(recipe):
+            if f"{kind}-".casefold().startswith(f"{device}-".casefold()):
+                names[device] = kind
+    return names
 
 
 def _passes(recipe: LoadedRecipe, count: int) -> Mapping[tuple[str, int], MeasuredPasses]:

@@ -34,8 +34,9 @@ SET = MeasuredSet(
     licence="Apache-2.0",
     system="Megatron-LM",
     read=_runs,
-    origin=Origin.DATA_SHEET,
-    words="Two runs are repeated under another name. The speed of a V100 in float16 is that of one layer, which others "
-    "measured (layer_forward_seconds.csv).",
-    open="Runs are faster than that layer, by a third on average; under tp 16 and 32, across nodes, they are slower.",
+    origin=Origin.FITTED,
+    fitted={"": "the V100's figures in float16 were fitted to the runs whose tensor-parallel groups stay in a node"},
+    words="Two runs are repeated under another name.",
+    open="Tensor parallelism across nodes takes 1.6 to 2 times the predicted time: sums of activations there reach "
+    "6 to 7 GB/s, where those of gradients reach 11.",
 )

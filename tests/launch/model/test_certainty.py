@@ -56,7 +56,7 @@ def test_each_set_counts_the_same():
         ([], Origin.FITTED),
         (["prediction.system=auto3d"], Origin.OTHER_SYSTEM),
         (["cluster.accelerator=RTX3090-24GB"], Origin.DATA_SHEET),
-        (["cluster.more=[{nodes: 1, devices_per_node: 4, accelerator: V100-16GB}]"], Origin.DATA_SHEET),
+        (["cluster.more=[{nodes: 1, devices_per_node: 4, accelerator: T4}]"], Origin.DATA_SHEET),
         (["cluster.accelerator=null"], None),  # round figures, which no published set has
         (["cluster.device=cpu"], None),
     ],

@@ -56,7 +56,7 @@ def test_published_trials_of_each_strategy():
 def test_strategies_try_plans_of_their_space_at_the_times_of_the_true_cluster(monkeypatch):
     monkeypatch.setattr(amp, "SEEDS_OF_FEW", 3)
     variants = {
-        "one speed": {"known": {"cluster.more[0].accelerator": "V100-16GB"}},
+        "one speed": {"known": {"cluster.more[0].accelerator": "V100-16GB-amp"}},
         "both": {"systems": [WHOLE]},
     }
     changes = {"cluster": "amp-mixed", "search.tp": [1, 2], "search.micro_batch_size": [1, 2]}
