@@ -34,7 +34,7 @@ def test_a_recipe_is_planned_from_an_empty_cache(name: str, tmp_path: Path):
     else:
         printed = run(f"auto3d plan {name} {short}", tmp_path, cache=cache)
     assert "why the best is best" in printed
-    best = re.search(r"^([\d.]+) +(\d+) +(\d+) +(\d+) ", printed, re.MULTILINE)
+    best = re.search(r"^([\d.]+) +(?:\S+–\S+ +)?(\d+) +(\d+) +(\d+) ", printed, re.MULTILINE)
     assert best, printed
     if name in published_plans():
         seconds, dp, tp, pp = best.groups()
