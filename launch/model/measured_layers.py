@@ -1,7 +1,7 @@
 """A recipe's measured layers: the CSV file of ``model.layers`` as a model to plan."""
 
 import csv
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -64,7 +64,7 @@ def with_measured_update(machine: Cluster, recipe: LoadedRecipe) -> Cluster:
     if recipe.values.model.layers is None or PASSES[-1] not in _rows(recipe)[0]:
         return machine
     parameters = sum(layer.parameters for layer in _layers(recipe))
-    seconds: dict[str, list[float]] = {}  # of one parameter, in each measurement of all layers
+    seconds: dict[str, list[float]] = {}  # device -> time for one parameter, in each measurement of all layers
     for device, rows in _by_device(recipe).items():
         totals: dict[tuple[str, str], float] = {}
         for row in rows:
@@ -127,8 +127,8 @@ def _one_sample(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]], count: 
         )
     for (device, tp), seconds in found.items():
         _check_count(recipe, len(seconds), count, f"on {device} at tp {tp}")
-    accelerators = _names(recipe, {device for device, _ in found})
-    return {(accelerators.get(device, device), tp): tuple(seconds) for (device, tp), seconds in found.items()}
+    takers = _takers(recipe, [device for device, _ in found])
+    return {(name, tp): tuple(seconds) for (device, tp), seconds in found.items() for name in takers[device]}
 
 
 def _by_device(recipe: LoadedRecipe) -> dict[str, list[Mapping[str, str]]]:
@@ -142,11 +142,11 @@ def _by_device(recipe: LoadedRecipe) -> dict[str, list[Mapping[str, str]]]:
             problem = f"found {recipe.values.model.layers!r}, which has no column {DEVICE!r}"
             raise recipe.error("model.layers", f"{problem}; it must say of which each row is: {', '.join(kinds)}")
         return {kinds[0]: list(rows)}
-    names = _names(recipe, {row[DEVICE] for row in rows})
     found: dict[str, list[Mapping[str, str]]] = {}
     for row in rows:
-        found.setdefault(names.get(row[DEVICE], row[DEVICE]), []).append(row)
-    return found
+        found.setdefault(row[DEVICE], []).append(row)
+    takers = _takers(recipe, found)
+    return {name: of_device for device, of_device in found.items() for name in takers[device]}
 
 
 def _kinds(recipe: LoadedRecipe) -> list[str]:
@@ -155,17 +155,17 @@ def _kinds(recipe: LoadedRecipe) -> list[str]:
     return list(dict.fromkeys(nodes.accelerator or Accelerator().name for nodes in (cluster, *cluster.more)))
 
 
-def _names(recipe: LoadedRecipe, devices: Collection[str]) -> dict[str, str]:
-    """Device of the file -> the cluster's accelerator that it is, if it is one.
+def _takers(recipe: LoadedRecipe, devices: Iterable[str]) -> dict[str, list[str]]:
+    """Device of the file -> the accelerators of the cluster that take its rows, or its own name if none does.
 
-    Cases do not count, nor a system after the device, as in V100-16GB-amp.
+    Cases do not count. An accelerator under a system, as V100-16GB-amp, takes the rows of its device where it has none.
     """
-    names: dict[str, str] = {}
-    for device in devices:
-        for kind in _kinds(recipe):
-            if f"{kind}-".casefold().startswith(f"{device}-".casefold()):
-                names[device] = kind
-    return names
+    takers: dict[str, list[str]] = {device: [] for device in devices}
+    for kind in _kinds(recipe):
+        known = [each for each in takers if f"{kind}-".casefold().startswith(f"{each}-".casefold())]
+        if known:
+            takers[max(known, key=len)].append(kind)
+    return {device: kinds or [device] for device, kinds in takers.items()}
 
 
 def _passes(recipe: LoadedRecipe, count: int) -> Mapping[tuple[str, int], MeasuredPasses]:
