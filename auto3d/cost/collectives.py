@@ -83,7 +83,7 @@ class Traffic:
         group_of = np.repeat(np.arange(len(groups)), np.fromiter(map(len, groups), dtype=int))
         assert len(np.unique(group_of * devices + device_of)) == len(device_of), "a group has a device twice"
         parts, counts = np.unique(group_of * nodes + np.array(cluster.node_of)[device_of], return_counts=True)
-        group, node = np.divmod(parts, nodes)  # of each part of a group that lies in one node
+        group, node = np.divmod(parts, nodes)  # a part of a group is its devices in one node
         leaves = np.bincount(group, minlength=len(groups))[group] > 1
         inside, outside = np.where(counts > 1, counts, 0), np.where(leaves, counts, 0)
         # Per node, the number of devices that communicate inside the node, and with other nodes.

@@ -58,7 +58,7 @@ DEEPSPEED_TIMES = SystemTimes(
     # torch.baddbmm writes the scores (2 bytes), torch.bmm reads the weights (2). megatron/model/fused_softmax.py,
     # forward_torch_softmax: the cast to float32 (2 + 4), the scale (8), masked_fill_ with its mask (8 + 1), the softmax
     # (8), the cast back (4 + 2). Backward: the gradient of the weights and the weights for that of the values (2 + 2),
-    # the casts (6 each), the softmax, which reads its result too (12), masked_fill (9), the scale (8), and the gradient
-    # of the scores, read by two products (4). Dropout, which the models of published runs do not have, is not counted.
+    # the casts (6 each), the softmax, which reads its result too (12), masked_fill (9), the scale (8), and two products
+    # that read the gradient of the scores (4). Dropout is not counted: the models of published runs have none.
     attention_moved=(41.0, 49.0),
 )

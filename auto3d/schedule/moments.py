@@ -240,18 +240,17 @@ class _Messages:
         lengths = np.array([*map(len, schedule.operations)])
         self._bounds = np.array([0, *np.cumsum(lengths + 1)])
         steps = np.arange(len(operations)) + np.repeat(np.arange(len(lengths)), lengths)
-        routes = _Routes(self)
-        route_of = [routes[kind, stage, pipe] for kind, stage, _, pipe in operations]
-        received, sent, units = (np.array(each)[route_of] for each in zip(*routes.found, strict=True))
-        messages = np.repeat(received, sizes), np.repeat(sent, sizes)
-        numbers = [np.where(each >= 0, each + micro_batches, -1) for each in messages]
-        places = _places(lengths.tolist(), sizes, units * sizes, *numbers)
-        of_message = np.repeat(steps, sizes)
-        by_number = [np.stack((each, of_message), axis=1)[each >= 0] for each in numbers]
-        self._changes = self._find_changes(len(lengths), np.array(places), *map(_by_number, by_number))
+        kinds: dict[tuple[Kind, int, int], int] = {}
+        kind_of = [kinds.setdefault((kind, stage, pipe), len(kinds)) for kind, stage, _, pipe in operations]
+        *messages, units = np.array([self._route(*each) for each in kinds]).T[:, kind_of]
+        firsts = [np.repeat(each, sizes) for each in messages]
+        received, sent = (np.where(first >= 0, first + micro_batches, -1) for first in firsts)
+        places = _places(lengths.tolist(), sizes, units * sizes, received, sent)
+        ordered = (_by_number(each, np.repeat(steps, sizes)) for each in (received, sent))
+        self._changes = self._find_changes(len(lengths), places, *ordered)
         self._first = np.searchsorted(self._changes[0], self._bounds)
 
-    def route(self, kind: Kind, stage: int, pipe: int) -> tuple[int, int, int]:
+    def _route(self, kind: Kind, stage: int, pipe: int) -> tuple[int, int, int]:
         """What an operation receives and sends, as the number of the message of micro-batch 0, or -1; and the units of
         its time for each micro-batch."""
         receives = sends = -1
@@ -332,27 +331,15 @@ class _Messages:
         return steps - self._bounds[device], *rest
 
 
-class _Routes(dict[tuple[Kind, int, int], int]):
-    """(kind, stage, pipe) -> the place of its route in ``found``."""
-
-    def __init__(self, messages: _Messages) -> None:
-        super().__init__()
-        self._messages = messages
-        self.found: list[tuple[int, int, int]] = []
-
-    def __missing__(self, key: tuple[Kind, int, int]) -> int:
-        self[key] = len(self.found)
-        self.found.append(self._messages.route(*key))
-        return self[key]
-
-
-def _by_number(messages: np.ndarray) -> np.ndarray:
+def _by_number(numbers: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """[messages × 2]: the number and the step of each message, in the order of numbers; -1 is none."""
+    messages = np.stack((numbers, steps), axis=1)[numbers >= 0]
     return messages[np.argsort(messages[:, 0])]
 
 
 def _places(
     lengths: Sequence[int], sizes: np.ndarray, units: np.ndarray, received: np.ndarray, sent: np.ndarray
-) -> list[int]:
+) -> np.ndarray:
     """Per step of all devices, its place in the order in which steps end; an end of a device is after all of them.
 
     ``lengths`` has the operations of each device; ``sizes`` and ``units`` have the micro-batches and the time of each
@@ -364,7 +351,7 @@ def _places(
     stops = [*accumulate(lengths)]
     steps, clocks = [stop - length for stop, length in zip(stops, lengths, strict=True)], [0] * len(lengths)
     ended_at = [-1] * (2 + max(max(needs, default=0), max(gives, default=0)))
-    ended_at[-1] = 0  # of the number -1, which waits for nothing
+    ended_at[-1] = 0  # an operation without a message has the number -1, and waits for nothing
     walked: list[int] = []  # operations
     walked_until: list[int] = []  # their ends, in units of a forward
     moved = True
@@ -396,7 +383,7 @@ def _places(
                 steps[device], clocks[device] = step, clock
     place_of = np.full(len(sizes), len(walked))
     place_of[np.array(walked, dtype=int)[np.argsort(walked_until, kind="stable")]] = np.arange(len(walked))
-    return np.insert(place_of, stops, len(walked)).tolist()
+    return np.insert(place_of, stops, len(walked))
 
 
 def _older_versions(schedule: Schedule, device: int) -> dict[int, list[int]]:

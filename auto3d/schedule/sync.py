@@ -56,7 +56,7 @@ def _last_backwards(
     """(stage, pipe) -> the index of its last backward among ``operations``; -1 if it has none."""
     found = dict.fromkeys(pipe_stages, -1)
     missing = len(found)
-    for index in range(len(operations) - 1, -1, -1):
+    for index in reversed(range(len(operations))):
         if not missing:
             break
         kind, stage, _, pipe = operations[index]

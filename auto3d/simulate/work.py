@@ -45,8 +45,9 @@ class DeviceWork:
     receive: list[float]  # per operation: time that receiving takes on its device; empty if messages overlap compute
 
 
-@lru_cache(8)  # as few as auto3d.schedule.shape keeps of the schedules themselves
+@lru_cache(8)  # auto3d.schedule.shape keeps as few of the schedules themselves
 def numbered_schedule(schedule: Schedule) -> NumberedSchedule:
+    """What is found out once of a schedule that is simulated at several costs."""
     operations = numbered(schedule)
     groups = sync_groups(operations)
     joined: set[int] = set()
@@ -72,13 +73,13 @@ def numbered_schedule(schedule: Schedule) -> NumberedSchedule:
 def lay_out(schedule: Schedule, costs: Costs) -> DeviceWork:
     """The work of ``schedule`` at ``costs``."""
     common = numbered_schedule(schedule)
-    find = _Steps(schedule, costs)
-    kinds = [find[key] for key in common.step_keys]
+    by_key = _Steps(schedule, costs)
+    kinds = [by_key[key] for key in common.step_keys]
     steps = [kinds[place] for place in common.step_of]
     for number, count in common.recomputed_inside.items():
         operation = common.operations[number]
         duration, after, link, _ = steps[number]
-        duration += count * find[Kind.RECOMPUTE, operation.stage, operation.pipe, 1, 0][0]
+        duration += count * by_key[Kind.RECOMPUTE, operation.stage, operation.pipe, 1, 0][0]
         steps[number] = duration, after, link, _lead(duration, after, len(operation.micro_batches))
     if costs.by_operation:
         steps = [
@@ -89,7 +90,7 @@ def lay_out(schedule: Schedule, costs: Costs) -> DeviceWork:
         # A device with a stage on several pipes adds their gradients and reduces them once.
         steps[number] = 0.0, 0.0, -1, 0.0
     receive = [] if costs.overlap else _receives(common.bounds, steps, common.waits)
-    return DeviceWork(numbered=common, steps=steps, links=find.links, receive=receive)
+    return DeviceWork(numbered=common, steps=steps, links=by_key.links, receive=receive)
 
 
 class _Steps(dict[_StepKey, Step]):

@@ -8,11 +8,12 @@ from functools import cache
 from math import exp, sqrt
 
 from launch.model.measured_layers import published
+from launch.recipe.cluster_schema import AcceleratorRecipe
 from launch.recipe.load import LoadedRecipe
+from launch.recipe.settings import accelerator_figures
 
-FILE = "certainty.csv"  # in recipes/published/data/; `auto3d yardstick --out` writes it
-SHARE = 0.8  # of the measured times that an interval should hold
-_DEVIATIONS = 1.2816  # of a normal distribution, on each side of the middle, that hold this share
+FILE = "certainty.csv"  # `auto3d yardstick --out` writes it to recipes/published/data/
+_DEVIATIONS = 1.2816  # four of five values of a normal distribution are within so many standard deviations
 
 
 class Origin(StrEnum):
@@ -43,11 +44,12 @@ class Certainty:
 
     origin: Origin
     sets: tuple[str, ...]
-    whole: float  # of one time
-    between: float  # of plans of one model on one cluster, beside what their errors have in common
+    whole: float  # spread of one time
+    between: float  # spread of the plans of one model on one cluster, beside what their errors have in common
 
     def interval(self, seconds: float) -> tuple[float, float]:
-        """The times between which a measurement of a plan, predicted to take ``seconds``, lies with SHARE."""
+        """The times between which a measurement of a plan, predicted to take ``seconds``, lies in four cases of
+        five."""
         factor = exp(_DEVIATIONS * self.whole)
         return seconds / factor, seconds * factor
 
@@ -70,30 +72,28 @@ def certainty_from(errors: Sequence[SetErrors], origin: Origin) -> Certainty | N
     return Certainty(
         origin=origin,
         sets=tuple(one.name for one in found),
-        whole=_root_mean_square([one.whole for one in found]),
-        between=_root_mean_square(between or [one.whole for one in found]),
+        whole=root_mean_square([one.whole for one in found]),
+        between=root_mean_square(between or [one.whole for one in found]),
     )
 
 
-def _root_mean_square(values: Sequence[float]) -> float:
+def root_mean_square(values: Sequence[float]) -> float:
     return sqrt(sum(value**2 for value in values) / len(values))
 
 
 def certainty_of(recipe: LoadedRecipe, measured_in: str) -> Certainty | None:
     """How sure predictions of ``recipe`` are; None where no published set is like it: on CPUs, on round figures, and
     with a profile of the machine itself (``measured_in``)."""
-    cluster = recipe.values.cluster
-    names = {nodes.accelerator for nodes in (cluster, *cluster.more)}
-    if measured_in or cluster.device == "cpu" or None in names:
+    figures = accelerator_figures(recipe)
+    if measured_in or recipe.values.cluster.device == "cpu" or None in figures:
         return None
-    origins = {_origin(recipe, name) for name in names if name is not None}
+    origins = {_origin(recipe, each) for each in figures if each is not None}
     return certainty_from(known_errors(), max(origins, key=list(Origin).index))
 
 
-def _origin(recipe: LoadedRecipe, accelerator: str) -> Origin:
+def _origin(recipe: LoadedRecipe, figures: AcceleratorRecipe) -> Origin:
     if recipe.values.model.layers is not None:
         return Origin.FITTED  # its layers were measured on the device
-    _, figures = recipe.accelerator("cluster.accelerator", accelerator)
     if not figures.fitted_to:
         return Origin.DATA_SHEET
     return Origin.FITTED if figures.fitted_to == recipe.values.prediction.system else Origin.OTHER_SYSTEM

@@ -14,7 +14,7 @@ from auto3d.runtime.optimizer_memory import state_copies, update_copies
 from auto3d.runtime.settings import OptimizerSettings, ParameterGroup, TrainingSettings
 from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS
 from auto3d.search.space import SearchSpace
-from launch.recipe.cluster_schema import CollectivesRecipe, LinkRecipe
+from launch.recipe.cluster_schema import AcceleratorRecipe, CollectivesRecipe, LinkRecipe
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import SCATTERED, UNFUSED, Recipe
 from launch.recipe.schema_key import AUTO
@@ -59,13 +59,18 @@ def known_peak_flops(recipe: LoadedRecipe, plan: Plan, precision: str) -> float 
 
 def cluster_of_known_peaks(recipe: LoadedRecipe, precision: str) -> Cluster | None:
     """The recipe's cluster if the peak of each of its accelerators in ``precision`` is known, else None."""
-    for kind in (recipe.values.cluster, *recipe.values.cluster.more):
-        if kind.accelerator is None:
-            return None
-        _, values = recipe.accelerator("cluster.accelerator", kind.accelerator)
-        if precision not in values.peak_tflops:
-            return None
+    if any(figures is None or precision not in figures.peak_tflops for figures in accelerator_figures(recipe)):
+        return None
     return cluster(recipe, precision)
+
+
+def accelerator_figures(recipe: LoadedRecipe) -> list[AcceleratorRecipe | None]:
+    """The figures of the accelerator of each kind of nodes; None for a kind that names none."""
+    found: list[AcceleratorRecipe | None] = []
+    for number, kind in enumerate((recipe.values.cluster, *recipe.values.cluster.more)):
+        key = f"cluster.more[{number - 1}].accelerator" if number else "cluster.accelerator"
+        found.append(None if kind.accelerator is None else recipe.accelerator(key, kind.accelerator)[1])
+    return found
 
 
 def with_memory(machine: Cluster, memory_bytes: float) -> Cluster:

@@ -1,17 +1,17 @@
 """The errors of our predictions by set, from which intervals are made, and how many measured times those hold."""
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import exp, isnan, log, nan, sqrt
 from pathlib import Path
 from statistics import mean
 
 from tabulate import tabulate
 
-from launch.model.certainty import Certainty, SetErrors, certainty_from
+from launch.model.certainty import Certainty, SetErrors, certainty_from, root_mean_square
 from launch.yardstick.predictors import Predictor
 from launch.yardstick.results import ScoredSet
-from launch.yardstick.scores import grouped
+from launch.yardstick.scores import Pair, grouped
 from launch.yardstick.table import percent
 
 TEXT = """## How sure
@@ -22,8 +22,6 @@ the interval that the other sets of the origin give holds this share of the set'
 of its origin has none. *Between plans*: what remains of the error, in groups of runs among which a planner chooses,
 without the mean of each group; two plans whose times differ by less are not told apart.
 """
-
-
 PLANNING = "auto3d-simulated"  # the predictor of `auto3d plan`
 
 
@@ -34,11 +32,7 @@ def planning(sets: Sequence[ScoredSet]) -> Predictor | None:
 
 def set_errors(one: ScoredSet, predictor: Predictor) -> SetErrors | None:
     """The errors of ``predictor`` on ``one``; None where no run has both times."""
-    pairs = [
-        (run, each)
-        for run, each in zip(one.runs, one.predicted[predictor], strict=True)
-        if run.timed and run.seconds and each.seconds
-    ]
+    pairs = _timed(one, predictor)
     if not pairs:
         return None
     logs = [[log(run.seconds / each.seconds) for run, each in group] for group in grouped(pairs)]  # type: ignore[operator]
@@ -50,20 +44,25 @@ def set_errors(one: ScoredSet, predictor: Predictor) -> SetErrors | None:
         origin=one.measured.origin,
         runs=len(every),
         mean_log=mean(every),
-        whole=_root_mean_square(every),
+        whole=root_mean_square(every),
         between=sqrt(sum(error**2 for error in apart) / lost) if lost else None,
     )
 
 
 def coverage(one: ScoredSet, predictor: Predictor, certainty: Certainty) -> float:
     """The share of the measured times of ``one`` that lie in the intervals around the predicted ones."""
-    measured = inside = 0
-    for run, each in zip(one.runs, one.predicted[predictor], strict=True):
-        if run.timed and run.seconds and each.seconds:
-            low, high = certainty.interval(each.seconds)
-            measured += 1
-            inside += bool(low <= run.seconds <= high)
-    return inside / measured
+    pairs = _timed(one, predictor)
+    inside = 0
+    for run, each in pairs:
+        low, high = certainty.interval(each.seconds)  # type: ignore[arg-type]
+        inside += bool(low <= run.seconds <= high)  # type: ignore[operator]
+    return inside / len(pairs)
+
+
+def _timed(one: ScoredSet, predictor: Predictor) -> list[Pair]:
+    """The runs whose time counts, with the predictions of it; both times are there."""
+    pairs = zip(one.runs, one.predicted[predictor], strict=True)
+    return [(run, each) for run, each in pairs if run.timed and run.seconds and each.seconds]
 
 
 def write_errors(errors: Sequence[SetErrors], file: Path) -> None:
@@ -103,7 +102,3 @@ def section(sets: Sequence[ScoredSet], predictor: Predictor) -> str:
 def _excess(logarithm: float | None) -> float:
     """By how much the ratio with this logarithm exceeds 1."""
     return nan if logarithm is None else exp(logarithm) - 1
-
-
-def _root_mean_square(values: Iterable[float]) -> float:
-    return sqrt(mean(value**2 for value in values))

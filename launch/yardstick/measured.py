@@ -42,6 +42,21 @@ class ModelSizes:
         return self.sequence * (6.0 * products + 12.0 * self.layers * self.hidden * self.sequence)
 
 
+def gpt(*, layers: int, hidden: int, heads: int, vocabulary: int, sequence: int) -> ModelSizes:
+    """The sizes of a GPT: a feed-forward of four times the hidden size, and a head with the embedding's weight."""
+    return ModelSizes(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        key_value_heads=heads,
+        ffn=4 * hidden,
+        gated=False,
+        vocabulary=vocabulary,
+        sequence=sequence,
+        tied=True,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PublishedRun:
     """One configuration that somebody ran: what it was, and what they measured."""
@@ -84,6 +99,12 @@ class MeasuredSet:
     origin: Origin  # where the figures that decide its times come from
     words: str = ""  # how rows were read and what is scored
     open: str = ""  # open questions
+
+
+def equal_devices_and_batch(row: Mapping[str, str]) -> tuple[str, str]:
+    """The group of a run among those of one model: as many devices, and the same global batch."""
+    gpus = whole(row, "tp") * whole(row, "dp") * whole(row, "pp")
+    return f"gpus={gpus}", f"batch={row['training.global_batch']}"
 
 
 def whole(row: Mapping[str, str], name: str) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from launch.model.certainty import Origin
 from launch.recipe.load import LoadedRecipe
-from launch.yardstick.measured import MeasuredSet, ModelSizes, PublishedRun, whole
+from launch.yardstick.measured import MeasuredSet, ModelSizes, PublishedRun, gpt, whole
 
 
 def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[PublishedRun]:
@@ -27,17 +27,12 @@ def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[Publi
 
 def gpt_sizes(row: Mapping[str, str], *, vocabulary: int = 51200) -> ModelSizes:
     """The sizes of a GPT-2 whose configuration stands in ``row``."""
-    hidden, heads = whole(row, "model.config.n_embd"), whole(row, "model.config.n_head")
-    return ModelSizes(
+    return gpt(
         layers=whole(row, "model.config.n_layer"),
-        hidden=hidden,
-        heads=heads,
-        key_value_heads=heads,
-        ffn=4 * hidden,
-        gated=False,
+        hidden=whole(row, "model.config.n_embd"),
+        heads=whole(row, "model.config.n_head"),
         vocabulary=vocabulary,
         sequence=whole(row, "data.sequence_length"),
-        tied=True,
     )
 
 

@@ -4,20 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from launch.model.certainty import Origin
 from launch.recipe.load import LoadedRecipe
-from launch.yardstick.measured import FULLEST, MeasuredSet, ModelSizes, PublishedRun
+from launch.yardstick.measured import FULLEST, MeasuredSet, PublishedRun, equal_devices_and_batch, gpt
 from launch.yardstick.sets.gh200_opt350m import SOURCE
 
-SIZES = ModelSizes(
-    layers=32,
-    hidden=2560,
-    heads=20,
-    key_value_heads=20,
-    ffn=10240,
-    gated=False,
-    vocabulary=50257,
-    sequence=2048,
-    tied=True,
-)
+SIZES = gpt(layers=32, hidden=2560, heads=20, vocabulary=50257, sequence=2048)
 
 
 def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[PublishedRun]:
@@ -26,10 +16,7 @@ def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[Publi
             line=line,
             row=row,
             sizes=SIZES,
-            group=(
-                f"gpus={int(row['tp']) * int(row['dp']) * int(row['pp'])}",
-                f"batch={row['training.global_batch']}",
-            ),
+            group=equal_devices_and_batch(row),
             seconds=float(row["measured_s"]),
             memory=((FULLEST, float(row["measured_bytes"])),),
         )

@@ -6,19 +6,9 @@ from itertools import accumulate
 
 from launch.model.certainty import Origin
 from launch.recipe.load import LoadedRecipe
-from launch.yardstick.measured import FULLEST, MeasuredSet, ModelSizes, PublishedRun
+from launch.yardstick.measured import FULLEST, MeasuredSet, PublishedRun, equal_devices_and_batch, gpt
 
-SIZES = ModelSizes(
-    layers=24,
-    hidden=1024,
-    heads=16,
-    key_value_heads=16,
-    ffn=4096,
-    gated=False,
-    vocabulary=50272,
-    sequence=2048,
-    tied=True,
-)
+SIZES = gpt(layers=24, hidden=1024, heads=16, vocabulary=50272, sequence=2048)
 SOURCE = "Sailor (Strati et al., SOSP 2025), validation data"
 SUBGRAPHS = 4  # subgraphs of a captured block of OPT: each of its norms stands alone
 
@@ -29,20 +19,20 @@ def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[Publi
     for line, found in enumerate(rows, 2):
         (dp, *_), (tp, *_) = json.loads(found["dp"]), json.loads(found["tp"])
         stages = json.loads(found["layers_per_stage"])
-        gpus = dp * tp * len(stages)
+        row = {
+            "micro_batch_size": found["mbs"],
+            "tp": str(tp),
+            "dp": str(dp),
+            "pp": str(len(stages)),
+            "partition_cuts": str(_cuts(stages, measured_layers=measured_layers)),
+            "training.global_batch": found["gbs"],
+        }
         runs.append(
             PublishedRun(
                 line=line,
-                row={
-                    "micro_batch_size": found["mbs"],
-                    "tp": str(tp),
-                    "dp": str(dp),
-                    "pp": str(len(stages)),
-                    "partition_cuts": str(_cuts(stages, measured_layers=measured_layers)),
-                    "training.global_batch": found["gbs"],
-                },
+                row=row,
                 sizes=SIZES,
-                group=(f"gpus={gpus}", f"batch={found['gbs']}"),
+                group=equal_devices_and_batch(row),
                 seconds=float(found["real_s"]),
                 memory=() if measured_layers else ((FULLEST, float(found["max_mem_bytes"])),),
             )
@@ -58,7 +48,7 @@ def _cuts(stages: Sequence[int], *, measured_layers: bool) -> list[int]:
     return [0, *(1 + SUBGRAPHS * (cut - 1) for cut in layers[1:-1]), 1 + SUBGRAPHS * SIZES.layers + 2]
 
 
-MEMORY = MeasuredSet(
+WHOLE = MeasuredSet(
     name="gh200-opt350m",
     title="OPT-350M on 4 to 128 GH200, from the data sheet",
     file="gh200_opt350m_trials.csv",
@@ -74,7 +64,7 @@ MEMORY = MeasuredSet(
     "Sailor's own predictions of memory are 5.6 % off.",
     open="The runs hold 4.1 to 5.6 GiB more than the tensors, at every degree: perhaps the context and NCCL's buffers.",
 )
-TIMES = MeasuredSet(
+FROM_LAYERS = MeasuredSet(
     name="gh200-opt350m-layers",
     title="OPT-350M on 4 to 128 GH200, time from measured layers",
     file="gh200_opt350m_trials.csv",

@@ -4,19 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from launch.model.certainty import Origin
 from launch.recipe.load import LoadedRecipe
-from launch.yardstick.measured import FULLEST, MeasuredSet, ModelSizes, PublishedRun
+from launch.yardstick.measured import FULLEST, MeasuredSet, PublishedRun, gpt
 
-SIZES = ModelSizes(
-    layers=12,
-    hidden=768,
-    heads=12,
-    key_value_heads=12,
-    ffn=3072,
-    gated=False,
-    vocabulary=50257,
-    sequence=1024,
-    tied=True,
-)
+SIZES = gpt(layers=12, hidden=768, heads=12, vocabulary=50257, sequence=1024)
 
 
 def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[PublishedRun]:

@@ -5,19 +5,9 @@ from math import inf
 
 from launch.model.certainty import Origin
 from launch.recipe.load import LoadedRecipe
-from launch.yardstick.measured import MeasuredSet, ModelSizes, PublishedRun
+from launch.yardstick.measured import MeasuredSet, PublishedRun, gpt
 
-SIZES = ModelSizes(
-    layers=24,
-    hidden=1024,
-    heads=16,
-    key_value_heads=16,
-    ffn=4096,
-    gated=False,
-    vocabulary=52256,
-    sequence=1024,
-    tied=True,
-)
+SIZES = gpt(layers=24, hidden=1024, heads=16, vocabulary=52256, sequence=1024)
 
 
 def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[PublishedRun]:

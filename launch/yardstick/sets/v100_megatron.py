@@ -4,26 +4,22 @@ from collections.abc import Mapping, Sequence
 
 from launch.model.certainty import Origin
 from launch.recipe.load import LoadedRecipe
-from launch.yardstick.measured import MeasuredSet, PublishedRun
+from launch.yardstick.measured import MeasuredSet, PublishedRun, equal_devices_and_batch
 from launch.yardstick.sets.a100_node import gpt_sizes
 
 
 def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[PublishedRun]:
     sequence = str(recipe.values.data.sequence_length)
-    runs = []
-    for line, row in enumerate(rows, 2):
-        model = row["model.config.n_embd"], row["model.config.n_layer"]
-        gpus = int(row["tp"]) * int(row["dp"]) * int(row["pp"])
-        runs.append(
-            PublishedRun(
-                line=line,
-                row=row,
-                sizes=gpt_sizes({**row, "data.sequence_length": sequence}),
-                group=(f"{model[0]}x{model[1]}", f"gpus={gpus}", f"batch={row['training.global_batch']}"),
-                seconds=float(row["measured_s"]),
-            )
+    return [
+        PublishedRun(
+            line=line,
+            row=row,
+            sizes=gpt_sizes({**row, "data.sequence_length": sequence}),
+            group=(f"{row['model.config.n_embd']}x{row['model.config.n_layer']}", *equal_devices_and_batch(row)),
+            seconds=float(row["measured_s"]),
         )
-    return runs
+        for line, row in enumerate(rows, 2)
+    ]
 
 
 SET = MeasuredSet(
