@@ -23,8 +23,9 @@ class Accelerator:
     """A kind of device, in the precision of training. The defaults are round figures of a data-centre GPU.
 
     A matrix product of f FLOPs takes (f + half_flops) / (matrix_efficiency × peak_flops) seconds: small products reach
-    less of the peak. Other operations take their bytes / (memory_efficiency × memory_bandwidth) seconds. The device
-    cannot start operations faster than the host launches them.
+    less of the peak. Where rows of its matrices in 16 bits begin at no multiple of 16 bytes, slower kernels run. Other
+    operations take their bytes / (memory_efficiency × memory_bandwidth) seconds. The device cannot start operations
+    faster than the host launches them.
     """
 
     name: str = "device"
@@ -33,6 +34,8 @@ class Accelerator:
     memory_bytes: float | None = None  # memory that a process may fill; None: unknown
     matrix_efficiency: float = 0.6
     half_flops: float = 1e9  # a matrix product of this many FLOPs takes twice its time at full efficiency
+    unaligned: tuple[tuple[int, float], ...] = ()
+    """(bytes, FLOP/s of large products in 16 bits where rows begin at multiples of so many bytes, or more below 16)."""
     memory_efficiency: float = 0.75
     launch_s: float = 10e-6  # time between the launches of two operations
     collective_launch_s: float = 10e-6  # launch of a collective in a stage, for each other rank of the collective
@@ -47,6 +50,8 @@ class Accelerator:
             _check(f"accelerator {self.name}: {name}", getattr(self, name), above_zero=True)
         for name in ("half_flops", "launch_s", "collective_launch_s", "micro_batch_s", "iteration_s"):
             _check(f"accelerator {self.name}: {name}", getattr(self, name), above_zero=False)
+        for _, rate in self.unaligned:
+            _check(f"accelerator {self.name}: unaligned", rate, above_zero=True)
 
     def crossing(self) -> "Accelerator":
         """This accelerator in a pipeline whose messages cross nodes."""

@@ -14,7 +14,7 @@ import numpy as np
 from auto3d.cluster import Accelerator
 from auto3d.cost.memory.tensors import tensors_of_layers
 from auto3d.cost.times import Times, before, times_of
-from auto3d.cost.work import PRECISION_BYTES, TensorExchange, Work, repeated_range
+from auto3d.cost.work import ALIGNED, PRECISION_BYTES, TensorExchange, Work, repeated_range
 from auto3d.errors import InputError
 from auto3d.tensor.conversions import Collective
 
@@ -97,6 +97,7 @@ def work_of_layers(layers: Sequence[Layer], samples: int, tp: int = 1, *, precis
         backward_moved=BACKWARD_TRAFFIC * traffic,
         launches=none,
         backward_launches=none,
+        alignment=np.full(len(layers), ALIGNED),
         softmaxes=none,
         parameters=fraction * each("parameters"),
         copied=none,

@@ -7,7 +7,7 @@ import numpy as np
 
 from auto3d.cluster import Accelerator
 from auto3d.cost.share import Share
-from auto3d.cost.work import Work
+from auto3d.cost.work import ALIGNED, Work
 from auto3d.tensor.conversions import Collective
 
 # Megatron-LM's fused softmax needs a number of matrices per rank that divides by 4. Otherwise four more kernels run:
@@ -48,11 +48,12 @@ TimesOfWork = Callable[[Work, Sequence[int], int, Accelerator], Times]
 
 def times_of(work: Work, accelerator: Accelerator) -> Times:
     """The seconds of ``work`` on one device, without those of its collectives themselves."""
-    rate = accelerator.peak_flops * accelerator.matrix_efficiency
+    rates = _rates(work.alignment, accelerator)
+    small = accelerator.half_flops / _aligned_rate(accelerator)  # seconds that each product takes in addition
     bandwidth = accelerator.memory_bandwidth * accelerator.memory_efficiency
 
     def busy(flops: np.ndarray, products: np.ndarray, moved: np.ndarray) -> np.ndarray:
-        return (flops + products * accelerator.half_flops) / rate + moved / bandwidth
+        return flops / rates + products * small + moved / bandwidth
 
     unfused = work.softmaxes % SOFTMAX_MULTIPLE != 0
 
@@ -61,14 +62,26 @@ def times_of(work: Work, accelerator: Accelerator) -> Times:
         kernels = launches + SOFTMAX_KERNELS * unfused
         return kernels * accelerator.launch_s + collectives * (work.shards - 1) * accelerator.collective_launch_s
 
-    weight_products = (work.weight_flops > 0) * accelerator.half_flops
     return Times(
         forward=before(busy(work.flops, work.products, work.moved)),
         forward_launch=before(launched(work.launches, work.exchanges_of[0])),
         backward=before(busy(work.backward_flops, work.backward_products, work.backward_moved)),
         backward_launch=before(launched(work.backward_launches, work.exchanges_of[1])),
-        backward_weight=before((work.weight_flops + weight_products) / rate),
+        backward_weight=before(work.weight_flops / rates + (work.weight_flops > 0) * small),
     )
+
+
+def _aligned_rate(accelerator: Accelerator) -> float:
+    return accelerator.peak_flops * accelerator.matrix_efficiency
+
+
+def _rates(alignment: np.ndarray, accelerator: Accelerator) -> np.ndarray:
+    """FLOP/s of large products of each operation."""
+    aligned = _aligned_rate(accelerator)
+    rates = np.full(len(alignment), aligned)
+    for size, rate in sorted(accelerator.unaligned):
+        rates[(alignment >= size) & (alignment < ALIGNED)] = min(rate, aligned)
+    return rates
 
 
 def before(values: np.ndarray | Sequence[float]) -> np.ndarray:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from auto3d.tensor.local_graph import LocalGraph
 
 PRECISION_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ELEMENT_BYTES = 4  # those of float32
+ALIGNED = 16  # bytes: the fastest kernels of GPUs load this many at once (results/cuda, "Matrix products")
 # Elementwise operations: a compiler or a hand-tuned system fuses the kernels of neighbours.
 _ELEMENTWISE = {
     "add", "alias", "clone", "contiguous", "div", "dropout", "exp", "gelu", "mul", "neg", "pow", "relu", "rsqrt",
@@ -69,6 +70,7 @@ class Work:
     backward_moved: np.ndarray
     launches: np.ndarray  # kernels that the forward launches
     backward_launches: np.ndarray
+    alignment: np.ndarray  # bytes, at most ALIGNED: rows of the operands of its matrix products begin at multiples
     softmaxes: np.ndarray  # matrices of attention weights (samples × heads) that a fused softmax may take
     parameters: np.ndarray  # elements of trained parameters, at the first operation that uses them
     copied: np.ndarray  # the part of ``parameters`` whose gradients the tensor-parallel ranks add up
@@ -105,7 +107,7 @@ class Work:
 WorkAt = Callable[[int, Share], Work]
 """Arguments: samples, and the share of their work that an operation does."""
 
-_NOT_SUMMED = ("crossing", "repeated", "tensors", "tied", "shared", "shards", "exchanges")
+_NOT_SUMMED = ("alignment", "crossing", "repeated", "tensors", "tied", "shared", "shards", "exchanges")
 _CONSTANT = ("products", "backward_products", "launches", "backward_launches", "parameters", "copied", "blocks")
 SUMMED = tuple(item.name for item in fields(Work) if item.name not in _NOT_SUMMED)
 
@@ -151,6 +153,8 @@ def work_of_local(
     }
     arrays["working"] = np.zeros(len(whole))
     np.maximum.at(arrays["working"], positions, here.working)
+    arrays["alignment"] = np.full(len(whole), ALIGNED)
+    np.minimum.at(arrays["alignment"], positions, here.alignment)
     arrays["blocks"] = whole.blocks
     names = [name for name in local.graph.parameters if name in local.copied]
     first = {name: i for i, node in reversed(list(enumerate(local.graph.nodes))) for name in node.state}
@@ -195,6 +199,7 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, s
     attention_moved = None if fused_attention or fused else times.attention_moved
     count = len(graph.nodes)
     arrays: dict[str, Any] = {name: np.zeros(count) for name in SUMMED}
+    arrays["alignment"] = np.full(count, ALIGNED)
     sizes = _sizes(graph)
     run_of = _fused_runs(graph) if fused else {}
     saved: set[str] = set()
@@ -250,6 +255,9 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, s
             arrays["products"][position] = (
                 2 if not node.state else 1
             )  # attention has two: scores, then the weighted sum
+            one_kernel = fused_attention and "attention" in node.operator  # it pads rows itself
+            if precision != "float32" and not one_kernel:
+                arrays["alignment"][position] = _alignment(graph, node, PRECISION_BYTES[precision])
             if fused and not fused_attention and "attention" in node.operator:
                 arrays["softmaxes"][position] = prod(node.outputs[0].shape[:2])
             arrays["backward_products"][position] = 2 * arrays["products"][position]
@@ -350,6 +358,18 @@ def exchanges_of(local: LocalGraph, scale: float) -> tuple[TensorExchange, ...]:
 
 def _read_shapes(graph: Graph, node: GraphNode) -> list[tuple[int, ...]]:
     return [(graph.inputs[name] if name in graph.inputs else graph.value(name)).shape for name in node.reads]
+
+
+def _alignment(graph: Graph, node: GraphNode, item_bytes: int) -> int:
+    """The largest power of 2, up to ALIGNED, that divides the bytes of a row of all matrices of ``node``'s products."""
+    if "conv" in node.operator:  # its matrices are made by the library
+        return ALIGNED
+    read = _read_shapes(graph, node)
+    state = ((graph.parameters | graph.buffers | graph.constants)[name].shape for name in node.state)
+    rows = [shape[-1] for shape in (*read, *state, *(value.shape for value in node.outputs)) if len(shape) > 1]
+    if "attention" in node.operator:
+        rows.append(read[1][-2])  # the scores have a column for each key
+    return gcd(ALIGNED, *(item_bytes * row for row in rows))
 
 
 def _sizes(graph: Graph) -> Mapping[str, int]:

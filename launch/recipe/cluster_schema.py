@@ -79,6 +79,15 @@ class AcceleratorRecipe:
         least=0,
         per_precision=True,
     )
+    tflops_at_2_bytes: float | None = key(
+        None,
+        "TFLOP/s of large products in 16 bits where rows of their matrices begin at multiples of 2 bytes only, as with "
+        "a vocabulary of 50,257; none: the speed of others",
+        least=0.001,
+    )
+    tflops_at_4_bytes: float | None = key(
+        None, "the same where they begin at multiples of 4 or 8 bytes, and not of 16", least=0.001
+    )
     memory_efficiency: float = key(0.75, "fraction of the memory bandwidth that operations reach", least=0.001, most=1)
     launch_us: float = key(10.0, "microseconds from the launch of one operation to the launch of the next", least=0)
     collective_launch_us: float = key(

@@ -114,6 +114,11 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: 
         memory_bytes=None if values.memory_gib is None else values.memory_gib * 2**30,
         matrix_efficiency=_in_precision(values.matrix_efficiency, precision),
         half_flops=_in_precision(values.half_gflops, precision) * 1e9,
+        unaligned=tuple(
+            (size, tflops * 1e12)
+            for size, tflops in ((2, values.tflops_at_2_bytes), (4, values.tflops_at_4_bytes))
+            if tflops is not None
+        ),
         memory_efficiency=values.memory_efficiency,
         launch_s=values.launch_us / 1e6,
         collective_launch_s=values.collective_launch_us / 1e6,

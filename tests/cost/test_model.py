@@ -127,6 +127,28 @@ def test_every_flop_and_parameter_of_the_model_is_counted_once():
     assert fused.launches.sum() < work.launches.sum()
 
 
+@pytest.mark.parametrize(
+    ("classes", "hidden", "head", "layers", "attention"),
+    [(104, 64, 16, 16, 16), (105, 64, 2, 16, 16), (106, 64, 4, 16, 16), (108, 64, 8, 16, 16), (104, 72, 16, 16, 4)],
+)
+def test_products_whose_rows_begin_at_no_multiple_of_16_bytes_are_slower(classes, hidden, head, layers, attention):
+    """The head has a column for each class; 4 heads of 72 elements have rows of 18, which 2 divides."""
+    graph = captured_gpt2(layers=1, hidden=hidden, samples=2, vocabulary=classes)
+    work = work_of(graph, shard(graph).bounds, precision="bfloat16", fused_attention=False)
+    found = {
+        kind: {int(work.alignment[p]) for p, node in enumerate(graph.nodes) if node.flops and kind in node.name}
+        for kind in ("lm_head", "mlp", "attention")
+    }
+    assert found == {"lm_head": {head}, "mlp": {layers}, "attention": {attention}}
+    assert set(work_of(graph, shard(graph).bounds).alignment) == {16}  # float32 has no such kernels
+    fast = Accelerator()
+    rate = fast.peak_flops * fast.matrix_efficiency
+    slow = replace(fast, unaligned=((2, rate / 5), (4, rate / 2)))
+    factor = np.array([{16: 1, 8: 2, 4: 2, 2: 5}[each] for each in work.alignment.tolist()])
+    more = np.cumsum(work.flops * (factor - 1)) / rate
+    assert times_of(work, slow).forward[1:] - times_of(work, fast).forward[1:] == pytest.approx(more, abs=1e-12)
+
+
 def test_only_attention_that_is_not_one_kernel_has_a_softmax_to_fuse():
     """Megatron-LM's fused softmax takes a number of matrices that divides by 4; else more kernels are launched."""
     graph = captured_gpt2(layers=2, hidden=64, samples=2)
