@@ -9,7 +9,7 @@ from auto3d.cost.memory.device import in_gib
 from auto3d.search.search import Ranked, Search
 from auto3d.search.space import Candidate, Refusals
 from launch.console.output import print_json
-from launch.model.assumed import SIGN, SIGN_MEANS, assumed_line, places_assumed
+from launch.model.assumed import SIGN, SIGN_MEANS, assumed_lines, places_assumed
 from launch.model.certainty import Certainty, certainty_lines, certainty_of
 from launch.model.config_keys import unquantized
 from launch.model.ranking import EXPLAINED, describe_certificate, fastest_order, predicted_on, search_record
@@ -67,7 +67,7 @@ def print_plans(recipe: LoadedRecipe, search: Search, *, as_json: bool, show_all
     if refused.total:
         print(f"\n{_reasons(refused)}")
     print(f"\n{_summary(recipe, search)}")
-    if line := assumed_line(recipe, search.maker.model.measured_in):
+    for line in assumed_lines(recipe, search.maker.model.measured_in):
         print(line)
     if (note := unquantized(recipe.values.model.config)) is not None:
         print(note)

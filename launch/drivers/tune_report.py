@@ -16,7 +16,7 @@ from launch.console.records import RATES, csv_text, rate_columns, rates, rates_o
 from launch.console.records import cells as record_cells
 from launch.console.tables import TABLES
 from launch.drivers.tune import TriedPlan, fastest
-from launch.model.assumed import assumed_line
+from launch.model.assumed import assumed_lines
 from launch.model.ranking import describe_certificate, fastest_order, predicted_on
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import most_trials
@@ -84,8 +84,7 @@ def summary(recipe: LoadedRecipe, search: Search, tried: Sequence[TriedPlan]) ->
         return "no trial succeeded"
     errors = [(one.ranked.seconds / time - 1, one.predicted_s / time - 1) for one in good for time in one.times]
     columns = rate_columns([_rates(recipe, one) for one in good])
-    line = assumed_line(recipe, search.maker.model.measured_in)
-    assumed = f"\n{line}" if line else ""
+    assumed = "".join(f"\n{line}" for line in assumed_lines(recipe, search.maker.model.measured_in))
     before, after = (mean(map(abs, column)) for column in zip(*errors, strict=True))
     return (
         f"{order(recipe, good)}.\n"

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from auto3d.data import SEQUENCE_KINDS, DataSettings
+from auto3d.errors import InputError
 from launch.model.config_keys import (
     IMPLEMENTATIONS,
     OF_CHECKPOINTS,
@@ -30,12 +31,15 @@ _TYPO = 0.9  # names that are at least this similar are taken for a typing error
 
 def architecture(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
     """A function that builds the recipe's model; raises RecipeError if there is no such model or configuration."""
-    import transformers  # it is slow to import, and a factory does without it
-
-    transformers.logging.set_verbosity_error()
     name = recipe.values.model.architecture
     assert name is not None
-    model_class: type[Any] | None = getattr(transformers, name, None)
+    try:
+        import transformers  # it is slow to import, and a factory does without it
+
+        transformers.logging.set_verbosity_error()
+        model_class: type[Any] | None = getattr(transformers, name, None)
+    except ImportError as error:  # of a package that it needs
+        raise InputError(f"transformers cannot be imported: {error}; `make setup` installs what it needs") from None
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         near = get_close_matches(name, dir(transformers), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""

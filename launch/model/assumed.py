@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 from auto3d.cluster import Accelerator, Cluster
@@ -12,11 +15,16 @@ from launch.model.profile import how_to_measure
 from launch.model.search import SHOWN
 from launch.recipe.links import AssumedLink
 from launch.recipe.load import LoadedRecipe
+from launch.recipe.settings import device, predicted_precision, training
 
 FACTORS = (0.5, 2.0)  # bandwidths of assumed links, in relation to the assumed ones
 TIE = 1e-9  # relative difference of times that counts as none
 SIGN = "~"  # mark of a plan whose place the assumed links decide
 SIGN_MEANS = f"{SIGN} with half or twice the bandwidth of the assumed links, the plan changes places with a neighbour"
+CPU_RULES = (
+    "this torch was built without CUDA, so the model was captured in {} by a CPU's rules of autocast, which keep less "
+    "in float32 than a GPU's: times and memory on GPUs are higher than predicted (docs/install.md)"
+)
 PLACES = {"inside": "inside a node", "outside": "between nodes"}
 
 
@@ -31,6 +39,12 @@ def assumed_links(recipe: LoadedRecipe, measured_in: str) -> list[AssumedLink]:
         "outside": [sum(kind.nodes for kind in kinds) > 1] * len(kinds),
     }
     return [link for link in recipe.assumed_links if used[link.side][link.kind]]
+
+
+def assumed_lines(recipe: LoadedRecipe, measured_in: str) -> list[str]:
+    """What predictions assume, in lines for the user; ``measured_in`` is the profile that they use, or empty."""
+    rules = CPU_RULES.format(predicted_precision(recipe.values)) if not measured_in and _has_cpu_rules(recipe) else ""
+    return [line for line in (assumed_line(recipe, measured_in), rules) if line]
 
 
 def assumed_line(recipe: LoadedRecipe, measured_in: str) -> str:
@@ -111,6 +125,17 @@ def _unknown_devices(recipe: LoadedRecipe, measured_in: str) -> list[str]:
         for number, kind in kinds
         if kind.accelerator is None
     ]
+
+
+def _has_cpu_rules(recipe: LoadedRecipe) -> bool:
+    """Whether a plan for GPUs in low precision is captured by a torch that was built without CUDA."""
+    values = recipe.values
+    if device(values) != "cuda" or values.model.layers is not None or not training(values).autocast:
+        return False
+    found = find_spec("torch")  # planning commands that find their captures in the cache do not import torch
+    assert found is not None
+    assert found.origin is not None
+    return run_path(str(Path(found.origin).with_name("version.py")))["cuda"] is None
 
 
 def _words(link: AssumedLink) -> str:

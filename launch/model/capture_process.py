@@ -6,11 +6,14 @@ from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from traceback import format_exc
 from typing import Any, TypeVar
 
 from auto3d.errors import InputError
 from auto3d.garbage import collect_rarely
 from launch.recipe.load import LoadedRecipe
+
+KILLED = "model: the process that captured it was killed, as the kernel does when memory runs out"
 
 T = TypeVar("T")  # the argument of a function of the process: a micro-batch size, or a Plan
 
@@ -36,15 +39,21 @@ class CaptureProcess:
     def call(self, function: Callable[[LoadedRecipe, T], Any], recipe: LoadedRecipe, argument: T) -> Any:
         """The result of ``function(recipe, argument)`` in that process; ``function`` must be a module's own.
 
-        Raises InputError where the function does, or where the process is killed.
+        Raises InputError where the function does, or where the process is killed, and RuntimeError with the traceback
+        of any other exception: that is an error of the program, and another call would meet it again.
         """
         if self._pipe is None:
             self._pipe = self._start()
         self._pipe.send((function, recipe, argument))
         try:
-            result, problem = self._pipe.recv()
+            result, problem, traceback = self._pipe.recv()
         except EOFError:
-            problem = "model: the process that captured it was killed, as the kernel does when memory runs out"
+            problem, traceback = (
+                "model: the process that captured it was killed, as the kernel does when memory runs out",
+                "",
+            )
+        if traceback:
+            raise RuntimeError(f"the process that captures models failed:\n{traceback}")
         if problem:
             raise InputError(problem)
         return result
@@ -69,7 +78,9 @@ def _answer(pipe: Connection) -> None:
         while True:
             function, recipe, argument = pipe.recv()
             try:
-                answer = function(recipe, argument), ""
+                answer = function(recipe, argument), "", ""
             except InputError as error:
-                answer = None, str(error)
+                answer = None, str(error), ""
+            except Exception:
+                answer = None, "", format_exc()
             pipe.send(answer)

@@ -14,7 +14,7 @@ from auto3d.search.search import Search
 from auto3d.search.space import Candidate, Refusals
 from launch.console import tables
 from launch.model import candidates
-from launch.model.assumed import assumed_line, places_assumed
+from launch.model.assumed import assumed_lines, places_assumed
 from launch.model.graphs import PlanningModel
 from launch.model.profile import how_to_measure
 from launch.model.ranking import predicted_by
@@ -91,7 +91,7 @@ def _of_sweep(results: tables.Results) -> ReportSource:
         refused=swept.refused,
         measured=tables.provenance(results),
         predicted=predicted_by(recipe, costs.measured_in),
-        remarks=(*_remarks(recipe, plans, costs), *_assumed(recipe, costs)),
+        remarks=(*_remarks(recipe, plans, costs), *assumed_lines(recipe, costs.measured_in)),
     )
 
 
@@ -121,11 +121,6 @@ def _remarks(recipe: LoadedRecipe, tried: Sequence[ReportedPlan], costs: CostMod
     if reason := _why_not_compared(recipe, costs):
         remarks.append(f"Predicted times are not compared with those of trials: {reason}.")
     return tuple(remarks)
-
-
-def _assumed(recipe: LoadedRecipe, costs: CostModel) -> list[str]:
-    """A line about the figures that ``costs`` assumes, if there are any."""
-    return [line] if (line := assumed_line(recipe, costs.measured_in)) else []
 
 
 def _why_not_compared(recipe: LoadedRecipe, costs: CostModel) -> str:
@@ -198,7 +193,7 @@ def _of_search(recipe: LoadedRecipe, remark: str, tell: Tell) -> ReportSource:
     search = search_recipe(recipe, tell)
     ranked, costs = search.ranked(), search.maker.model
     assumed = places_assumed(recipe, costs, ranked)
-    remarks = [*([remark] if remark else []), *_assumed(recipe, costs)]
+    remarks = [*([remark] if remark else []), *assumed_lines(recipe, costs.measured_in)]
     if len(ranked) > SEARCHED:
         remarks.append(f"The search ranked {len(ranked):,} plans; this page has the best {SEARCHED:,} of them.")
     return ReportSource(

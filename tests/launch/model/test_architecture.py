@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import yaml
 
 from auto3d.data import KINDS
+from auto3d.errors import InputError
 from launch.model.architecture import architecture
 from launch.model.build import build_function, captured_model
 from launch.recipe.data_schema import INPUT_KEYS
@@ -197,6 +199,13 @@ def test_what_a_model_does_not_take_is_refused_in_one_line(recipe, groups, overr
     assert "\n" not in str(refused.value)
     for word in words:
         assert word in str(refused.value)
+
+
+def test_a_transformers_that_cannot_be_imported_is_named_in_one_line(recipe, monkeypatch):
+    loaded = recipe(DOCUMENTED["T5ForConditionalGeneration"])
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match=r"^transformers cannot be imported: import of transformers halted.*`make setup`"):
+        architecture(loaded)
 
 
 def test_other_names_generation_keys_and_implementations_reach_the_model(recipe):

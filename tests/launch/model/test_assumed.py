@@ -5,8 +5,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
-from launch.model.assumed import FACTORS, assumed_line, assumed_links, assumed_records, places_assumed
+from launch.model.assumed import FACTORS, assumed_line, assumed_lines, assumed_links, assumed_records, places_assumed
 from launch.model.costs import cost_model, planning_subject
 from launch.model.search import search_recipe
 from launch.recipe.load import load
@@ -103,6 +104,21 @@ def test_only_figures_that_are_used_and_unknown_are_named(plain, overrides, meas
     line = assumed_line(recipe, measured_in)
     assert bool(line) == bool(keys)
     assert f"to set them: {', '.join(keys)}" in line or not keys
+
+
+def test_a_torch_without_cuda_says_that_it_captures_low_precision_by_other_rules(plain):
+    low = ["training.precision=bfloat16"]
+    for overrides, measured_in, known in (
+        (low, "", True),
+        ([], "", False),
+        (low, "profiles/gpus.json", False),
+        ([*low, "cluster.device=cpu"], "", False),
+        ([*low, "prediction.system=megatron"], "", False),
+    ):
+        lines = assumed_lines(load("gpus.yaml", overrides), measured_in)
+        assert any("without CUDA" in line and "in bfloat16" in line for line in lines) == (
+            known and not torch.backends.cuda.is_built()
+        )
 
 
 def test_plan_prints_the_line_and_the_marks_only_where_something_is_assumed(plain, auto3d):

@@ -1,6 +1,9 @@
 """What follows from a recipe's Graphs, and what of it is kept."""
 
+import os
+import signal
 import time
+from operator import truediv
 
 import pytest
 
@@ -10,7 +13,7 @@ from auto3d.cost.share import Share
 from auto3d.errors import InputError
 from launch.model.capture_process import CaptureProcess
 from launch.model.graphs import PlanningModel
-from launch.recipe.load import load
+from launch.recipe.load import LoadedRecipe, load
 from tests.launch.conftest import MINE
 
 CAUSAL = ["model.config.attn_pdrop=0"]  # no random numbers inside attention, as slices need
@@ -52,6 +55,18 @@ def test_a_model_that_cannot_run_in_slices_says_so_in_another_process_too(folder
         for model in (PlanningModel(load("own.yaml", [])), PlanningModel(load("own.yaml", []), process=process)):
             with pytest.raises(InputError, match="schedule: this model cannot run in slices of its sequence"):
                 model.slice_graphs(4, 2)
+
+
+def _die(_recipe: LoadedRecipe, _size: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_an_error_of_the_program_in_another_process_is_shown_and_not_taken_for_a_lack_of_memory(folder):
+    with CaptureProcess() as process:
+        with pytest.raises(RuntimeError, match=r"Traceback[^$]*TypeError: unsupported operand"):
+            process.call(truediv, load("small.yaml", CAUSAL), 2)
+        with pytest.raises(InputError, match="was killed, as the kernel does when memory runs out"):
+            process.call(_die, load("small.yaml", CAUSAL), 2)
 
 
 def test_a_model_that_changed_is_sharded_again(folder, kept):

@@ -8,6 +8,7 @@ from launch.recipe.error import RecipeError
 from launch.recipe.load import load
 from launch.recipe.settings import cluster
 from launch.recipe.shipped import RECIPES
+from tests.cuda.page import products, rate
 
 CLUSTERS = sorted(RECIPES.glob("clusters/*.yaml"))
 ACCELERATORS = sorted(RECIPES.glob("accelerators/*.yaml"))
@@ -31,6 +32,13 @@ def test_a_shipped_accelerator_loads_in_each_of_its_precisions(file: Path):
         kind = cluster(recipe).accelerator(0)
         assert kind.name == file.stem
         assert kind.peak_flops == pytest.approx(values.peak_tflops[precision] * 1e12)
+
+
+def test_the_speeds_of_unaligned_products_are_those_that_an_h100_measured():
+    for name in ("H100-80GB", "H100-80GB-nanotron", "GH200-96GB"):
+        _, values = load("tiny").accelerator("cluster.accelerator", name)
+        for alignment, tflops in ((2, values.tflops_at_2_bytes), (4, values.tflops_at_4_bytes)):
+            assert tflops == round(rate(products(alignment)) / 1e12)
 
 
 @pytest.mark.parametrize(
