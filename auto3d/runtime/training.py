@@ -132,6 +132,17 @@ class Training:
         self.done = resumed  # iterations of finished programs: the state that ``save`` would write
         self._results: list[IterationResult] = []
 
+    def begin_after(self, iterations: int, numbers: Mapping[str, float]) -> None:
+        """Begin after ``iterations``, with the ``numbers`` of then; the caller has put the state of then into ``rank``.
+
+        It must not have run yet, and writes no checkpoints.
+        """
+        assert self._checkpoints is None
+        assert not self._results
+        self.rank.restore(numbers)
+        _advance(self.rank, iterations)
+        self._saved = self.first = self.done = iterations
+
     @property
     def flushed(self) -> bool:
         """Whether no micro-batch is in flight, so that ``save`` may be called; always true between synchronous
@@ -261,11 +272,16 @@ def _resume(
         check_it(source, reader.checkpoint)
         reader.load(rank.state())
         rank.restore(reader.checkpoint.numbers)
-    for optimizer, learning_rate in chain.from_iterable(rank.optimizers.values()):
-        advance(optimizer, learning_rate, done - rank.loss_scale.skipped_iterations)
+    _advance(rank, done)
     cause = f"do all nodes see the same checkpoint in {checkpoints.folder}?"
     rank.check_agreement(cause=cause, device=device, timeout_s=timeout_s)
     return done
+
+
+def _advance(rank: Rank, iterations: int) -> None:
+    """Set the learning rates of ``rank`` to those after ``iterations``."""
+    for optimizer, learning_rate in chain.from_iterable(rank.optimizers.values()):
+        advance(optimizer, learning_rate, iterations - rank.loss_scale.skipped_iterations)
 
 
 def _after(programs: Sequence[Program], iterations: int) -> Iterator[Program]:

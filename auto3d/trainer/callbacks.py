@@ -1,24 +1,31 @@
-"""The user's callbacks: they see the weights, the rate and the arguments of the step, and must not change them.
+"""The user's callbacks: they see and change the weights and the rate of the step, and what is trained.
 
-A pipeline trains weights of its own, by settings that it took before its first iteration.
+A pipeline trains weights of its own, by settings that it took before its first iteration. So what a callback changes is
+found after its event, and the pipeline follows, or the change is refused.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import unwrap
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers.trainer_callback import CallbackHandler
 
 from auto3d.errors import InputError
+from auto3d.runtime.gathered import of_all_ranks
+from auto3d.trainer.gather import hash_of
 from auto3d.trainer.instance import traits_of
 from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.supported import own_events
 
 _OURS = ("transformers.", "auto3d.")
 _AFTER = ("on_train_end",)  # nothing is trained any more
+FIXED, TRAITS, VALUES, RATES = "fixed", "traits", "values", "rates"  # kinds of what a callback may change
+_OF_MODEL = {"model", "trainer"}  # words in the code of a callback that may look at the model
+_OF_ALL = _OF_MODEL | {"optimizer", "lr_scheduler", "args"}  # of one that may change something
 
 
 def name_of(callback: Any) -> str:
@@ -31,10 +38,19 @@ def is_users(callback: Any) -> bool:
 
 def events_with_weights(callbacks: Iterable[Any]) -> set[str]:
     """The events of the user's ``callbacks`` that may look at the model: they hold it, or their code names it."""
+    return _events_of(callbacks, _OF_MODEL)
+
+
+def events_with_changes(callbacks: Iterable[Any]) -> set[str]:
+    """The events of the user's ``callbacks`` that may change what is trained, and how."""
+    return _events_of(callbacks, _OF_ALL)
+
+
+def _events_of(callbacks: Iterable[Any], words: set[str]) -> set[str]:
     return {
         event
         for callback in callbacks
-        if is_users(callback) and (_holds_a_model(callback) or {"model", "trainer"} & _words_of(type(callback)))
+        if is_users(callback) and (_holds_a_model(callback) or words & _words_of(type(callback)))
         for event in own_events(type(callback))
     }
 
@@ -61,43 +77,82 @@ def _words_of(kind: type) -> set[str]:
 
 
 class PipelineCallbacks(CallbackHandler):
-    """``handler``, which gathers the weights of ``pipeline`` into the model before the events ``with_weights``.
+    """``handler``, whose users' callbacks see and change what ``pipeline`` trains.
 
-    Raises InputError where a callback of the user's changes what the pipeline would not follow.
+    Before the events ``with_weights`` the weights are gathered into the model; what a callback has changed by the end
+    of an event of ``followed``, on all ranks alike, holds from then on. ``start_again`` builds the pipeline anew.
+    Raises InputError for a change of what a pipeline does not follow, or of one rank alone.
     """
 
-    def __init__(self, handler: CallbackHandler, pipeline: Pipeline) -> None:
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: LambdaLR | None
+
+    def __init__(self, handler: CallbackHandler, pipeline: Pipeline, start_again: Callable[[], None]) -> None:
         self.__dict__ |= vars(handler)
-        self._pipeline = pipeline
+        self._pipeline, self._start_again = pipeline, start_again
         self.with_weights: set[str] = set()  # the same on every rank
+        self.followed: set[str] = set()  # likewise
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **named: Any) -> Any:
         if event in self.with_weights:
             self._pipeline.gather()
-        users = [one for one in self.callbacks if is_users(one) and event in own_events(type(one))]
-        if not users or event in _AFTER:
+        if event not in self.followed or event in _AFTER:
             return super().call_event(event, args, state, control, **named)
-        before = dict(self._followed(args))
+        before = {kind: dict(look(args)) for kind, look in self._looks.items()}
         control = super().call_event(event, args, state, control, **named)
-        for what, value in self._followed(args):
-            if before.get(what, value) != value:
-                kinds = " or ".join(dict.fromkeys(type(one).__name__ for one in users))
-                raise InputError(
-                    f"callbacks: {kinds}.{event}: it changed {what} during the training, which a pipeline cannot "
-                    "follow; change it before train()"
-                )
+        changed = {
+            kind: [what for what, value in look(args) if before[kind].get(what, value) != value]
+            for kind, look in self._looks.items()
+        }
+        self._follow(changed, event, args.ddp_timeout)
         return control
 
-    def _followed(self, args: Any) -> Iterator[tuple[str, Any]]:
-        """(name, value) of all that a change of would be without effect."""
+    def _follow(self, changed: Mapping[str, Sequence[str]], event: str, timeout_s: float) -> None:
+        """Let the pipeline have what was ``changed``; ranks agree first, since each may have changed something else."""
+        of_ranks = of_all_ranks([len(each) for each in changed.values()], torch.int64, timeout_s=timeout_s)
+        on_any = dict(zip(changed, of_ranks.sum(dim=0).tolist(), strict=True))
+        on_all = (of_ranks == of_ranks[0]).all()
+        what = next((each for kind in (FIXED, *changed) for each in changed[kind]), None)
+        if on_any[FIXED] or not on_all:
+            users = [one for one in self.callbacks if is_users(one) and event in own_events(type(one))]
+            kinds = " or ".join(dict.fromkeys(type(one).__name__ for one in users))
+            because = "which a pipeline cannot follow; change it before train()"
+            if not on_any[FIXED]:
+                because = "and another rank did not; change it alike on all ranks"
+            raise InputError(
+                f"callbacks: {kinds}.{event}: it changed {what or 'something on another rank'} during the training, "
+                f"{because}"
+            )
+        if on_any[TRAITS]:
+            self._start_again()
+        elif on_any[VALUES]:
+            self._pipeline.scatter()
+        if on_any[RATES] or on_any[TRAITS]:
+            assert self.lr_scheduler is not None
+            self._pipeline.follow(self.lr_scheduler)
+
+    @property
+    def _looks(self) -> dict[str, Callable[[Any], Iterator[tuple[str, Any]]]]:
+        """Kind of what a callback may change -> (name, value) of each, given the arguments."""
+        return {FIXED: self._fixed, TRAITS: self._traits, VALUES: self._values, RATES: self._rates}
+
+    def _fixed(self, args: Any) -> Iterator[tuple[str, Any]]:
         for name, value in vars(args).items():
             yield f"args.{name}", value
-        model: nn.Module = self.model
-        yield from traits_of(model)
-        for name, parameter in model.named_parameters():
-            yield f"the values of {name}", parameter._version - self._pipeline.gathered
-        for name, buffer in model.named_buffers():
-            if not buffer.is_meta:
-                yield f"the values of {name}", torch.hash_tensor(buffer).item()
         for number, group in enumerate(self.optimizer.param_groups if self.optimizer is not None else ()):
-            yield f"the learning rate of optimizer.param_groups[{number}]", group["lr"]
+            for name, value in group.items():
+                if name not in ("params", "lr"):
+                    yield f"{name} of optimizer.param_groups[{number}]", value
+
+    def _traits(self, args: Any) -> Iterator[tuple[str, Any]]:
+        yield from traits_of(self.model)
+
+    def _values(self, args: Any) -> Iterator[tuple[str, Any]]:
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            if not tensor.is_meta:
+                yield f"the values of {name}", hash_of(tensor)
+
+    def _rates(self, args: Any) -> Iterator[tuple[str, Any]]:
+        if self.optimizer is not None and self.lr_scheduler is not None:
+            yield "the learning rate of optimizer.param_groups[0]", self.optimizer.param_groups[0]["lr"]
+            yield "base_lrs of lr_scheduler", list(self.lr_scheduler.base_lrs)

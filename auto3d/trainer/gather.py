@@ -1,9 +1,12 @@
 """The weights of a training's ranks as one whole again, and the whole in its ranks."""
 
 from collections.abc import Mapping, MutableMapping
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from xxhash import xxh3_64_intdigest
 
 from auto3d.capture.shard import Shard
 from auto3d.errors import InputError
@@ -49,7 +52,7 @@ def scatter(rank: Rank, whole: Mapping[str, torch.Tensor], *, timeout_s: float) 
 
     Raises InputError unless all ranks have the same values.
     """
-    mine = {name: torch.hash_tensor(tensor).view(torch.int64).item() for name, tensor in whole.items()}
+    mine = {name: hash_of(tensor) for name, tensor in whole.items()}
     of_ranks = [mine] * dist.get_world_size()
     with waiting_for("the values of all ranks' models", timeout_s):
         dist.all_gather_object(of_ranks, mine)
@@ -63,28 +66,96 @@ def scatter(rank: Rank, whole: Mapping[str, torch.Tensor], *, timeout_s: float) 
         part.tensor.copy_(whole[name] if part.shard is None else part.shard.of(whole[name]))
 
 
+def hash_of(tensor: torch.Tensor) -> int:
+    """A number of 64 bits that depends on all bits of ``tensor``, which is on the CPU, and on their places."""
+    bits: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return xxh3_64_intdigest(bits)
+
+
 def optimizer_state(rank: Rank) -> dict[str, StatePart]:
     """What the optimizers of ``rank`` hold, by name."""
     return _held(rank, OF_OPTIMIZER)
 
 
-def keep_optimizer_state(rank: Rank, earlier: Mapping[str, StatePart], *, timeout_s: float) -> None:
-    """Go on with the optimizers of an ``earlier`` training of this Trainer, as transformers' does.
+def keep_optimizer_state(rank: Rank, earlier: Mapping[str, StatePart], *, timeout_s: float) -> dict[str, StatePart]:
+    """Copy into the optimizers of ``rank`` what those of an earlier training held, on whatever ranks they were.
 
-    All ranks must call it. Raises InputError where a rank now trains what another has trained.
+    ``earlier`` is what this rank has of it. Returns what of it no optimizer holds any more, because the parameter is
+    frozen. All ranks must call it. Raises InputError where one number would have to be that of two parameters.
     """
     mine = optimizer_state(rank)
-    of_ranks: list[set[str]] = [set()] * dist.get_world_size()
+    numbers = {name: part.tensor.clone() for name, part in mine.items() if not part.tensor.dim()}
+    places = {name: _place(part) for name, part in earlier.items()}, {name: _place(part) for name, part in mine.items()}
+    of_ranks = [places] * dist.get_world_size()
     with waiting_for("what the optimizers of all ranks hold", timeout_s):
-        dist.all_gather_object(of_ranks, {*earlier})
-    for name, part in mine.items():
-        if name in earlier and earlier[name].tensor.shape == part.tensor.shape:
-            part.tensor.copy_(earlier[name].tensor)
-        elif any(name in names for names in of_ranks):
-            raise InputError(
-                "Trainer.train: the model has changed since the last training, so its stages are divided otherwise, "
-                "and the optimizer cannot go on with what it has learnt; make a new Trainer"
-            )
+        dist.all_gather_object(of_ranks, places)
+    held = set().union(*(after for _, after in of_ranks))
+    owners: dict[str, dict[_Place, int]] = {}
+    for number, (before, _) in enumerate(of_ranks):
+        for name, place in before.items():
+            owners.setdefault(name, {}).setdefault(place, number)
+    if all(before.get(name) == place for before, after in of_ranks for name, place in after.items() if name in owners):
+        for name in mine.keys() & earlier.keys():
+            mine[name].tensor.copy_(earlier[name].tensor)
+            numbers |= {name: earlier[name].tensor} if name in numbers else {}
+    else:
+        for name in sorted(held & owners.keys()):
+            whole = _joined(name, earlier, owners[name], timeout_s=timeout_s)
+            if name in mine:
+                _cut(mine[name], whole)
+                numbers |= {name: whole} if name in numbers else {}
+    _check_shared(mine, numbers, timeout_s=timeout_s)
+    return {name: part for name, part in earlier.items() if name not in held}
+
+
+def _check_shared(mine: Mapping[str, StatePart], numbers: Mapping[str, torch.Tensor], *, timeout_s: float) -> None:
+    """Raise InputError, on every rank, unless the optimizers hold the ``numbers`` of each name that they should.
+
+    Under ZeRO-1 several parameters have one count of steps.
+    """
+    mixed = [name for name, number in numbers.items() if not torch.equal(number, mine[name].tensor)]
+    of_ranks = [mixed] * dist.get_world_size()
+    with waiting_for("whether the optimizers of all ranks can go on", timeout_s):
+        dist.all_gather_object(of_ranks, mixed)
+    if first := next(chain.from_iterable(of_ranks), None):
+        raise InputError(
+            f"shard_optimizer: {first.rpartition('.')[0]} was trained for another number of steps than its neighbours, "
+            "which have one count of them; leave shard_optimizer out, so that each parameter has its own"
+        )
+
+
+_Place = tuple[tuple[int, ...], Shard | None, tuple[int, int] | None, torch.dtype]
+
+
+def _place(part: StatePart) -> _Place:
+    return part.shape, part.shard, part.flat, part.tensor.dtype
+
+
+def _joined(
+    name: str, held: Mapping[str, StatePart], owners: Mapping[_Place, int], *, timeout_s: float
+) -> torch.Tensor:
+    """The whole of the tensor ``name``, whose parts at each place the ``owners`` send from what they have ``held``."""
+    (shape, *_, dtype), *_ = owners
+    whole = torch.empty(shape, dtype=dtype)
+    shards: dict[Shard | None, torch.Tensor] = {}
+    for (_, shard, flat, _), owner in owners.items():
+        if shard not in shards:
+            shards[shard] = whole if shard is None else torch.empty(shard.shape(shape), dtype=dtype)
+        place = shards[shard] if flat is None else shards[shard].view(-1)[slice(*flat)]
+        sent = held[name].tensor.clone() if owner == dist.get_rank() else torch.empty_like(place)
+        with waiting_for(f"{name}, which rank {owner} sends", timeout_s):
+            dist.broadcast(sent, owner)
+        place.copy_(sent)
+    for shard, tensor in shards.items():
+        if shard is not None:
+            shard.put_back(tensor, whole)
+    return whole
+
+
+def _cut(part: StatePart, whole: torch.Tensor) -> None:
+    """Copy into ``part`` its elements of ``whole``."""
+    own = whole if part.shard is None else part.shard.of(whole)
+    part.tensor.copy_(own if part.flat is None else own.flatten()[slice(*part.flat)])
 
 
 def _held(rank: Rank, prefix: str) -> dict[str, StatePart]:

@@ -2,28 +2,42 @@
 
 import gc
 from collections.abc import Callable, Collection, Mapping
+from itertools import chain
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from auto3d.capture.export import InputSpec
 from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import Checkpoints
-from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
+from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.training import Training
 from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.gather import gather, keep_optimizer_state, optimizer_state, scatter
 from auto3d.trainer.instance import build_of, check_reached, state_of, traits_of
-from auto3d.trainer.planned import batch_of, plan_of
+from auto3d.trainer.own_loss import ComputeLoss, with_loss
+from auto3d.trainer.planned import batch_of, plan_of, planned_again
 from auto3d.trainer.samples import CollatedData
 from auto3d.trainer.settings import training_settings
 from auto3d.trainer.setup import setup
 
+KEPT = {  # field of OptimizerSettings that an optimizer keeps -> the argument that says it
+    "optimizer": "optim",
+    "arguments": "adam_epsilon",
+    "learning_rate": "learning_rate",
+    "weight_decay": "weight_decay",
+    "betas": "adam_beta1 or adam_beta2",
+}
+
 
 class Pipeline:
     """This rank's part of the pipeline that trains and evaluates ``model``; all ranks call the same methods.
+
+    ``compute_loss`` is a script's own; None: the loss is the model's.
 
     Raises InputError for a model or batch sizes that no pipeline can have.
     """
@@ -31,18 +45,18 @@ class Pipeline:
     training: Training | None  # None until ``start``
     settings: TrainingSettings  # settings of the training
     inputs: Mapping[str, InputSpec]  # inputs of a sample, for which the model was captured
-    gathered: int  # how often ``gather`` has written to each weight of the model
 
-    def __init__(self, model: nn.Module, args: TrainingArguments) -> None:
-        self._model, self._args = model, args
-        self.build: Callable[[], nn.Module] = build_of(model)
+    def __init__(self, model: nn.Module, args: TrainingArguments, compute_loss: ComputeLoss | None) -> None:
+        self._model, self._args, self._compute_loss = model, args, compute_loss
+        self.build: Callable[[], nn.Module] = with_loss(build_of(model), compute_loss)
         self._weights = state_of(model)
         self.batch = batch_of(setup(), args)
         self.training = None
-        self.gathered = 0
         self._is_gathered = True  # whether the model has the pipeline's weights, or what the script made of them
         self._traits: dict[str, object] = {}  # those of the model in ``_planned``
         self._planned: tuple[Plan, CapturedModel] | None = None
+        self._learnt_by: OptimizerSettings | None = None  # what the optimizer was made of
+        self._optimizer_state: dict[str, StatePart] = {}  # of an earlier training, for what is frozen since
 
     def check_batch(self) -> None:
         """Raise InputError if the arguments say other batch sizes than when the Trainer was made."""
@@ -70,30 +84,43 @@ class Pipeline:
         decayed: Collection[str],
         loss_mean: str,
         checkpoints: Checkpoints | None,
+        goes_on: bool = False,
     ) -> Training:
-        """Build a training of ``data`` from the model's weights.
+        """Build a training of ``data`` from the model's weights, with the optimizer of an earlier one.
 
-        ``decayed`` names parameters with weight decay; ``loss_mean`` is that of TrainingSettings.
+        ``decayed`` names parameters with weight decay; ``loss_mean`` is that of TrainingSettings. If it ``goes_on``, it
+        begins after the iterations of the earlier one, with its learning rates.
         """
         self.gather()  # an earlier training may have been interrupted
-        goes_on = self.training is not None and checkpoints is None
-        earlier = optimizer_state(self.training.rank) if self.training is not None else {}
-        self.training = None
+        earlier, self.training = self.training, None
+        if checkpoints is not None:
+            self._optimizer_state, self._learnt_by = {}, None
+        elif earlier is not None:
+            self._optimizer_state |= optimizer_state(earlier.rank)
+        done, numbers = (0, {}) if earlier is None else (earlier.done, earlier.rank.numbers())
+        del earlier
         gc.collect()  # the stages of an earlier training
         self.inputs = data.shapes
         self._weights, self._is_gathered = state_of(self._model), checkpoints is None
         if self._planned is None or self.is_outdated:
-            self.build, self._traits = build_of(self._model), dict(traits_of(self._model))
-            self._planned = plan_of(setup(), self._args, self.build, data.shapes)
+            self.build = with_loss(build_of(self._model), self._compute_loss)
+            self._traits = dict(traits_of(self._model))
+            again = self._planned and planned_again(*self._planned, self._args, self.build, data.shapes)
+            self._planned = again or plan_of(setup(), self._args, self.build, data.shapes)
             check_reached(self._model, self._planned[1].exported.constants)
         plan, captured = self._planned
         exempt = {name for name, _ in self._model.named_parameters()} - set(decayed)
         self.settings = training_settings(self._args, iterations, exempt, loss_mean)
+        self._check_optimizer()
         self.training = Training(
             captured, plan, self.settings, data, setup().world, state=self._weights, checkpoints=checkpoints
         )
+        if self._optimizer_state and checkpoints is None:
+            self._optimizer_state = keep_optimizer_state(
+                self.training.rank, self._optimizer_state, timeout_s=self._args.ddp_timeout
+            )
         if goes_on:
-            keep_optimizer_state(self.training.rank, earlier, timeout_s=self._args.ddp_timeout)
+            self.training.begin_after(done, numbers)
         return self.training
 
     @property
@@ -101,15 +128,24 @@ class Pipeline:
         """Whether the model has other traits than when the pipeline was planned, so that it must start again."""
         return self._traits != dict(traits_of(self._model))
 
+    def _check_optimizer(self) -> None:
+        """Raise InputError if the arguments say another optimizer than the one that has learnt, which goes on."""
+        for name, argument in KEPT.items():
+            value = getattr(self.settings.optimizer, name)
+            if self._learnt_by is not None and value != (before := getattr(self._learnt_by, name)):
+                raise InputError(
+                    f"TrainingArguments.{argument}: it was {before!r} in the training before, and is {value!r}; the "
+                    "optimizer goes on, and keeps it: make a new Trainer, or set it back"
+                )
+
     def trained(self) -> None:
         """Note that the pipeline has newer weights than the model."""
-        self._is_gathered = False
+        self._is_gathered, self._learnt_by = False, self.settings.optimizer
 
     def gather(self) -> None:
         """Copy the pipeline's weights into the model, on every rank, if the model has values."""
         if self.training is not None and self._weights is not None and not self._is_gathered:
             gather(self.training.rank, self._weights, timeout_s=self._args.ddp_timeout)
-            self.gathered += 1
             self._is_gathered = True
 
     def scatter(self) -> None:
@@ -119,6 +155,17 @@ class Pipeline:
         """
         if self.training is not None and self._weights is not None and self._is_gathered:
             scatter(self.training.rank, self._weights, timeout_s=self._args.ddp_timeout)
+
+    def follow(self, schedule: LambdaLR) -> None:
+        """Update at the rate of ``schedule`` from now on: that of its optimizer first, then those that follow from its
+        base rate."""
+        assert self.training is not None
+        (group,), (base,) = schedule.optimizer.param_groups, schedule.base_lrs
+        for optimizer, own in chain.from_iterable(self.training.rank.optimizers.values()):
+            assert isinstance(own, LambdaLR), "all schedules of transformers that auto3d offers are"
+            own.base_lrs = [base] * len(optimizer.param_groups)
+            for each in optimizer.param_groups:
+                each["lr"] = group["lr"]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The state dict of a model on the meta device, on every rank."""

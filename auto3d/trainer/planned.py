@@ -17,6 +17,7 @@ from auto3d.planner import Planner
 from auto3d.schedule import samples_at_once
 from auto3d.search.space import Candidate, SearchSpace
 from auto3d.search.synthesized import is_sought
+from auto3d.tensor.planned_split import planned_split
 from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.machine import machine
 from auto3d.trainer.rank_zero import of_rank_0
@@ -95,6 +96,26 @@ def plan_of(
     planner = planner_on(setup.cluster or machine(setup.world, args.device, timeout_s=args.ddp_timeout))
     plan = _fastest(planner, setup, args)
     return plan, planner.captured(samples_at_once(plan))
+
+
+def planned_again(
+    plan: Plan,
+    captured: CapturedModel,
+    args: TrainingArguments,
+    build: Callable[[], nn.Module],
+    inputs: Mapping[str, InputSpec],
+) -> tuple[Plan, CapturedModel] | None:
+    """``plan``, that of ``captured``, for a model that has changed since; None if it has other operations.
+
+    What is trained may have changed: the cuts stay. The split of weights among tensor-parallel ranks follows from it.
+    """
+    again = capture(build, inputs, samples_at_once(plan), device=args.device.type, precision=precision_of(args))
+    if [node.name for node in again.graph.nodes] != [node.name for node in captured.graph.nodes]:
+        return None
+    if plan.tp > 1:
+        split = planned_split(again, plan.tp, rules={}, sequence_parallel=plan.sequence_parallel)
+        plan = replace(plan, split=split)
+    return replace(plan, graph=again.graph.fingerprint), again
 
 
 def _fastest(planner: Planner, setup: Setup, args: TrainingArguments) -> Plan:

@@ -23,10 +23,16 @@ from auto3d.runtime.optimizer_class import check_resumes
 from auto3d.runtime.training import Training, naming_this_rank
 from auto3d.runtime.waiting import waiting_for
 from auto3d.trainer.arguments import TrainingArguments, as_one_process
-from auto3d.trainer.callbacks import PipelineCallbacks, events_with_weights, is_users, name_of
+from auto3d.trainer.callbacks import (
+    PipelineCallbacks,
+    events_with_changes,
+    events_with_weights,
+    is_users,
+    name_of,
+)
 from auto3d.trainer.checks import check_samples, limits_of
 from auto3d.trainer.evaluation import Evaluation, check_batches, check_evaluation, evaluated, metrics_of, shifts_labels
-from auto3d.trainer.folders import check_complete, last_complete, load_weights, write_state
+from auto3d.trainer.folders import check_complete, last_complete, load_rates, load_weights, write_state
 from auto3d.trainer.instance import separate
 from auto3d.trainer.loss_mean import loss_mean_of
 from auto3d.trainer.padding import padding_of
@@ -51,8 +57,8 @@ class Trainer(transformers.Trainer):
     Every process makes it and calls the same methods. Raises InputError, before training starts, for an argument, a
     callback or an overridden method whose meaning cannot hold under pipelining (supported.py).
 
-    While it trains, ``model`` keeps its initial values: the weights are in the pipeline. ``train`` copies them back
-    into it at the end, on every rank, unless it is on the meta device.
+    While it trains, the weights are in the pipeline: ``model`` has them in the events of callbacks that look at it, and
+    after ``train``, on every rank, unless it is on the meta device.
     """
 
     args: TrainingArguments
@@ -97,7 +103,8 @@ class Trainer(transformers.Trainer):
                 "Trainer: data_collator.seed: its own generator would draw other numbers on each rank; leave it out: "
                 "the numbers follow from args.seed"
             )
-        self._pipeline = Pipeline(model, args)
+        is_own = type(self).compute_loss is not transformers.Trainer.compute_loss
+        self._pipeline = Pipeline(model, args, self.compute_loss if is_own else None)
         self._between_steps = False
         self._first_item: int | None = None  # see CollatedData
         self._iterations: Iterator[tuple[int, IterationResult]] = iter(())
@@ -236,16 +243,18 @@ class Trainer(transformers.Trainer):
                 f"{training.first} steps, its trainer_state.json after {self.state.global_step}"
             )
         self._check_evaluations()
-        self._iterations = training.iterations()
+        self._iterations, self._data, self._max_steps = training.iterations(), data, max_steps
         self._order, self._flos_of_sample = data.order, self._flos_of_one(data.shapes)
-        # The pipeline's optimizers follow their own copy of this schedule, which only tells the rate.
+        # The pipeline's optimizers follow their own copy of this schedule; what a callback sets here, they are told.
         self.lr_scheduler = None
         rate = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=self.args.learning_rate)
         self._rate = self.create_scheduler(max_steps, optimizer=rate)
         rate.step()
         for _ in range(training.first):
             self._rate.step()
-        # The user's callbacks may read the rate, but its change would be without effect, and is refused.
+        if resume_from_checkpoint is not None:
+            load_rates(Path(resume_from_checkpoint), self._rate)
+            self._pipeline.follow(self._rate)
         self.callback_handler.model = self.model
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self._rate.optimizer, self._rate
         self.callback_handler.train_dataloader = train_dataloader
@@ -287,7 +296,7 @@ class Trainer(transformers.Trainer):
             self._pipeline.trained()
             self._add_loss(result.loss)
             self.current_flos += self._flos_of_sample * len(self._order.of(self.state.global_step))
-            learning_rate = result.learning_rate
+            learning_rate = self._rate.get_last_lr()[0]
             if not result.skipped:
                 self._rate.step()
             self.state.global_step += 1
@@ -316,7 +325,8 @@ class Trainer(transformers.Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         training = self._pipeline.training
         assert training is not None, "checkpoints are written while it trains"
-        write_state(Path(output_dir), training, self._pipeline.settings.optimizer, self.args.ddp_timeout)
+        optimizer = self._pipeline.settings.optimizer
+        write_state(Path(output_dir), training, optimizer, self._rate, self.args.ddp_timeout)
 
     def _load_best_model(self) -> None:
         assert self._pipeline.training is not None
@@ -356,13 +366,20 @@ class Trainer(transformers.Trainer):
     def _main_input(self) -> str:
         return getattr(self.model, "main_input_name", "input_ids")
 
-    def _start(self, data: CollatedData, iterations: int, checkpoints: Checkpoints | None) -> Training:
-        """This rank of a pipeline with the weights of the model."""
+    def _start_again(self) -> None:
+        """Go on with the model as a callback has changed it, after the steps so far."""
+        self._iterations = self._start(self._data, self._max_steps, None, goes_on=True).iterations()
+
+    def _start(
+        self, data: CollatedData, iterations: int, checkpoints: Checkpoints | None, *, goes_on: bool = False
+    ) -> Training:
+        """This rank of a pipeline with the weights of the model; if it ``goes_on``, after the steps so far."""
         self._iterations = iter(())
         loss_mean = self.args.loss_mean or loss_mean_of(
             self._pipeline.build,
             data.shapes,
             takes_items=self.model_accepts_loss_kwargs,
+            is_scaled=self.loss_is_scaled_for_ga,
             device=self.args.device.type,
         )
         self._first_item = int(self._loss_shifts_labels) if loss_mean == "items" else None
@@ -372,6 +389,7 @@ class Trainer(transformers.Trainer):
             decayed=self.get_decay_parameter_names(self.model),
             loss_mean=loss_mean,
             checkpoints=checkpoints,
+            goes_on=goes_on,
         )
 
     def evaluation_loop(
@@ -457,14 +475,21 @@ class Trainer(transformers.Trainer):
     def _find_callbacks_of_ranks(self) -> None:
         """Find out whether all ranks have the same callbacks, none of the user's, which decide alike on all ranks, and
         before which events any rank's callbacks need the weights."""
-        self.callback_handler = PipelineCallbacks(self.callback_handler, self._pipeline)
-        callbacks = self.callback_handler.callbacks
-        mine = list(map(name_of, callbacks)), any(map(is_users, callbacks)), events_with_weights(callbacks)
+        handler = PipelineCallbacks(self.callback_handler, self._pipeline, self._start_again)
+        callbacks = handler.callbacks
+        mine = (
+            list(map(name_of, callbacks)),
+            any(map(is_users, callbacks)),
+            events_with_weights(callbacks),
+            events_with_changes(callbacks),
+        )
         of_ranks = [mine] * self.args.world_size
         with waiting_for("the names of the other ranks' callbacks", self.args.ddp_timeout):
             dist.all_gather_object(of_ranks, mine)
-        self._ranks_agree = all(names == mine[0] and not users for names, users, _ in of_ranks)
-        self.callback_handler.with_weights = set().union(*(events for *_, events in of_ranks))
+        self._ranks_agree = all(names == mine[0] and not users for names, users, *_ in of_ranks)
+        handler.with_weights = set().union(*(events for _, _, events, _ in of_ranks))
+        handler.followed = set().union(*(events for *_, events in of_ranks))
+        self.callback_handler = handler
 
     def _agree(self) -> None:
         """Give all ranks the flags that the user's callbacks have set on any of them."""

@@ -111,6 +111,16 @@ def faulty(samples, position, row):
     return samples
 
 
+class TrainingAgain:
+    """A trainer whose arguments change between two trainings."""
+
+    def train(self):
+        made = trainer()
+        made.train()
+        made.args.learning_rate = 1e-3
+        made.train()
+
+
 class Resuming:
     """A trainer whose ``train`` goes on from the checkpoint of a larger model."""
 
@@ -289,6 +299,100 @@ def sampled(base, arguments):
     return trainer(llama(), with_labels(rows(14)), classes=(Sampling, arguments), **epochs)
 
 
+class Scores(torch.nn.Module):
+    """Scores of classes, without a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        return {"scores": self.head(self.body(x).relu())}
+
+
+class Weighted:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = torch.nn.functional.cross_entropy(outputs["scores"], labels, weight=torch.tensor([1.0, 2.0, 0.5]))
+        return (loss, outputs) if return_outputs else loss
+
+
+class OfSamples:
+    """Each sample has a weight of its own, in a column that the model does not take."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **named):
+        labels, weights = inputs.pop("labels"), inputs.pop("weights")
+        outputs = model(**inputs)
+        losses = torch.nn.functional.cross_entropy(outputs["scores"], labels, reduction="none")
+        loss = (weights * losses).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class Distils:
+    """The loss of the model, and its distance from a teacher that the trainer holds."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        with torch.no_grad():
+            wanted = self.teacher(input_ids=inputs["input_ids"]).logits
+        distance = (outputs.logits - wanted).square().mean()
+        return (loss + 0.1 * distance, outputs) if return_outputs else loss + 0.1 * distance
+
+
+class Penalised:
+    """As transformers has it for a model that takes the number of items: the micro-batches' losses are added up."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, inputs["labels"][:, 1:].flatten())
+        loss = loss + 1e-3 * logits.logsumexp(-1).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class Divides(Penalised):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        loss = loss if num_items_in_batch is None else loss / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+def weighed():
+    return [{**sample, "weights": 0.5 + number % 2} for number, sample in enumerate(classes())]
+
+
+OWN_LOSSES = {  # losses of scripts -> their method, the model and the data
+    "weights of classes": (Weighted, lambda: (Scores(), classes())),
+    "weights of samples": (OfSamples, lambda: (Scores(), weighed())),
+    "a teacher of the trainer": (Distils, lambda: (llama(), with_labels(rows()))),
+    "a penalty": (Penalised, lambda: (llama(), with_labels(rows()))),
+}
+
+
+DIVIDES = {"a division": (Divides, lambda: (llama(), with_labels(rows())))}
+
+
+def with_own_loss(name, base=Trainer, arguments=TrainingArguments, **options):
+    """A trainer with one of the OWN_LOSSES, of two evaluations with metrics."""
+    method, make = (OWN_LOSSES | DIVIDES)[name]
+    set_seed(0)
+    model, data = make()
+    defaults = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
+    made = trainer(
+        model,
+        data,
+        eval_dataset=data[:8],
+        metrics=lambda found: {"mean": float(np.mean(np.abs(found.predictions)))},
+        classes=(type(method.__name__, (method, base), {}), arguments),
+        **{"remove_unused_columns": False, "label_names": ["labels"]} | defaults | options,
+    )
+    made.teacher = llama(num_hidden_layers=1)
+    return made
+
+
 def trainers(make, names, **arguments):
     """A trainer for each of the MODELS called ``names``, by name; ``make`` as ``trainer``."""
     for name in names:
@@ -412,33 +516,95 @@ def changing(change):
     return lambda: trainer(callbacks=[Changes(change)])
 
 
-def set_rate(args, optimizer, **_):
-    optimizer.param_groups[0]["lr"] = 0.0
-
-
-def freeze(args, model, **_):
-    model.lm_head.weight.requires_grad_(False)
-
-
-def write(args, model, **_):
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-
-
 def set_argument(args, **_):
     args.max_grad_norm = 5.0
 
 
-def set_config(args, model, **_):
-    model.config.attention_dropout = 0.5
+def set_decay(args, optimizer, **_):
+    optimizer.param_groups[0]["weight_decay"] = 5.0
 
 
-def set_attribute(args, model, **_):
-    model.vocab_size = 32
+def write_on_one_rank(args, model, **_):
+    if not args.process_index:
+        torch.nn.init.zeros_(model.lm_head.weight)
 
 
-def write_to_buffer(args, model, **_):
-    model.model.rotary_emb.inv_freq.mul_(2)
+class Swaps(TrainerCallback):
+    """Trains on from a moving average of the weights after each evaluation."""
+
+    def on_train_begin(self, args, state, control, model=None, **_):
+        self.average = [weight.detach().clone() for weight in model.parameters()]
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        for mean, weight in zip(self.average, model.parameters(), strict=True):
+            mean.lerp_(weight.detach(), 0.5)
+
+    def on_evaluate(self, args, state, control, model=None, **_):
+        for mean, weight in zip(self.average, model.parameters(), strict=True):
+            weight.data.copy_(mean)
+
+
+class Doubles(TrainerCallback):
+    """Writes to weights of which many are equal, to others, and to a buffer."""
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        if state.global_step == 1:
+            model.model.norm.weight.data.fill_(2.0)
+        if state.global_step == 2:
+            torch.nn.init.zeros_(model.lm_head.weight[:5])
+        if state.global_step == 3:
+            model.model.rotary_emb.inv_freq.mul_(2)
+
+
+class Thaws(TrainerCallback):
+    """Trains the head alone, then also one layer, then all but the head, then all."""
+
+    def on_train_begin(self, args, state, control, model=None, **_):
+        model.model.requires_grad_(False)
+
+    def on_step_begin(self, args, state, control, model=None, **_):
+        if state.global_step == 1:
+            model.model.layers[1].requires_grad_(True)
+        if state.global_step == 2:
+            model.requires_grad_(True)
+            model.lm_head.requires_grad_(False)
+        if state.global_step == 4:
+            model.requires_grad_(True)
+
+
+class Slows(TrainerCallback):
+    """Sets the rate of a step, and of all that follow, as a script does that watches the validation loss."""
+
+    def on_evaluate(self, args, state, control, optimizer=None, lr_scheduler=None, metrics=None, **_):
+        if state.global_step == 2:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.005 * metrics["eval_loss"]
+        if state.global_step == 3:
+            lr_scheduler.base_lrs = [base / 2 for base in lr_scheduler.base_lrs]
+
+
+class Rebuilds(TrainerCallback):
+    """Changes what the forward computes, together with the rate."""
+
+    def on_step_end(self, args, state, control, **named):
+        if state.global_step == 2:
+            named["model"].model.norm.variance_epsilon = 0.5
+            named["lr_scheduler"].base_lrs = [base * 2 for base in named["lr_scheduler"].base_lrs]
+
+
+LIVE = {"swaps": Swaps, "doubles": Doubles, "thaws": Thaws, "slows": Slows, "rebuilds": Rebuilds}
+
+
+def live(make, name, **options):
+    """A trainer whose callback changes what is trained while it trains."""
+    defaults = {
+        "max_steps": 6,
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "linear",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    return make(eval_dataset=with_labels(rows(8)), callbacks=[LIVE[name]()], **defaults | options)
 
 
 def padded_left():
@@ -492,8 +658,11 @@ def accumulating():
 
 
 FAULTS |= {
-    "a callback sets an attribute": (changing(set_attribute), "it changed model.vocab_size during the training"),
-    "a callback writes to a buffer": (changing(write_to_buffer), "the values of model.rotary_emb.inv_freq during"),
+    "a loss that divides by the items": (
+        lambda: with_own_loss("a division"),
+        "compute_loss: it uses num_items_in_batch",
+    ),
+    "another rate in a second training": (TrainingAgain, "learning_rate: it was 0.01 in the training before, and is"),
     "padding before places": (padded_left, "padding_side is left, and the model has an embedding for each place"),
     "a hook of a weight": (lambda: trainer(with_hook()), "lm_head.weight of LlamaForCausalLM has a gradient hook"),
     "a hook with the script's model": (lambda: trainer(with_closure()), "takes model.norm.weight from the model of"),
@@ -503,11 +672,9 @@ FAULTS |= {
     "an optimizer of the script": (lambda: setting("optimizer", object()), "Trainer.optimizer: refused: it was set on"),
     "a scheduler of the script": (lambda: setting("lr_scheduler", object()), "Trainer.lr_scheduler: refused: it was"),
     "other accumulation": (accumulating, "gradient_accumulation_steps was changed since the Trainer was made"),
-    "a callback sets the rate": (changing(set_rate), "it changed the learning rate of optimizer.param_groups[0]"),
-    "a callback freezes a weight": (changing(freeze), "it changed requires_grad of lm_head.weight"),
-    "a callback writes to a weight": (changing(write), "it changed the values of lm_head.weight"),
     "a callback sets an argument": (changing(set_argument), "it changed args.max_grad_norm"),
-    "a callback sets the model's config": (changing(set_config), "it changed model.config.attention_dropout"),
+    "a callback sets the decay": (changing(set_decay), "it changed weight_decay of optimizer.param_groups[0]"),
+    "a callback writes on one rank": (changing(write_on_one_rank), "change it alike on all ranks"),
 }
 
 

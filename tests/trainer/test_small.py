@@ -104,6 +104,27 @@ def test_losses_are_those_of_one_transformers_process(degrees, names, processes,
                 assert found == pytest.approx(wanted, rel=1e-5), name
 
 
+def own_losses(world, folder, port, *classes, **degrees):
+    begin(world, folder, port, ours=not classes, **degrees)
+    found = {}
+    for name in small.OWN_LOSSES:
+        accumulated = 4 // degrees.get("dp", 1)
+        trainer = small.with_own_loss(name, *classes, gradient_accumulation_steps=accumulated)
+        trainer.train()
+        keys = ("loss", "grad_norm", "eval_loss", "eval_mean")
+        found[name] = [entry[key] for entry in trainer.state.log_history for key in keys if key in entry]
+    return found
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 2}, {"dp": 2}, {"tp": 2}], ids=str)
+def test_a_loss_of_the_script_is_that_of_one_transformers_process(degrees, processes, tmp_path):
+    classes = transformers.Trainer, transformers.TrainingArguments
+    (one,) = processes.run(1, own_losses, tmp_path, None, *classes)
+    for two in processes.run(2, partial(own_losses, **degrees), tmp_path, free_port()):
+        for name, expected in one.items():
+            assert two[name] == pytest.approx(expected, rel=1e-4), name
+
+
 def losses_of_sampled(world, folder, port, *classes):
     begin(world, folder, port, ours=not classes)
     return losses(small.sampled(*classes or (Trainer, TrainingArguments)))
@@ -203,6 +224,64 @@ def test_what_a_script_changes_between_calls_is_as_in_one_transformers_process(p
     (one,) = processes.run(1, changed, tmp_path, None, of_transformers)
     for two in processes.run(2, changed, tmp_path, free_port()):
         assert two == pytest.approx(one, rel=1e-5)
+
+
+def trained_live(world, folder, port, make=None, **degrees):
+    begin(world, folder, port, ours=make is None, **degrees)
+    accumulated = 4 // degrees.get("dp", 1)
+    found = {}
+    for name in small.LIVE:
+        trainer = small.live(make or small.trainer, name, gradient_accumulation_steps=accumulated)
+        if name == "thaws" and "shard_optimizer" in degrees:
+            with pytest.raises(InputError, match=r"^shard_optimizer: .* was trained for another number of"):
+                trainer.train()
+            continue
+        trainer.train()
+        keys = ("loss", "grad_norm", "learning_rate", "eval_loss")
+        numbers = [entry[key] for entry in trainer.state.log_history for key in keys if key in entry]
+        found[name] = numbers, {key: value.detach().numpy() for key, value in trainer.model.named_parameters()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def live_in_one_process(processes, tmp_path_factory):
+    (one,) = processes.run(1, trained_live, tmp_path_factory.mktemp("one"), None, of_transformers)
+    return one
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [{"pp": 2}, {"dp": 2, "pp": 2}, {"tp": 2}, {"dp": 2, "shard_optimizer": True}],
+    ids=str,
+)
+def test_what_a_callback_changes_holds_as_in_one_transformers_process(
+    degrees, live_in_one_process, processes, tmp_path
+):
+    one = live_in_one_process
+    assert len({tuple(numbers) for numbers, _ in one.values()}) == len(one), "each callback changes the training"
+    ranks = prod(value for key, value in degrees.items() if key in ("dp", "tp", "pp"))
+    for each in processes.run(ranks, partial(trained_live, **degrees), tmp_path, free_port()):
+        assert len(each) == len(one) - ("shard_optimizer" in degrees)
+        for name, (numbers, weights) in each.items():
+            assert numbers == pytest.approx(one[name][0], rel=1e-4), name
+            for key, value in weights.items():
+                assert value == pytest.approx(one[name][1][key], rel=1e-3, abs=2e-5), (name, key)
+
+
+def resumed_at_another_rate(world, folder, port):
+    """Losses and rates of steps 5 and 6: of a whole training, and of one that goes on from step 4."""
+    begin(world, folder, port)
+    whole = small.live(small.trainer, "slows", save_strategy="steps", save_steps=4)
+    whole.train()
+    resumed = small.live(small.trainer, "slows")
+    resumed.train(resume_from_checkpoint="out/checkpoint-4")
+    entries = [[entry for entry in one.state.log_history if "loss" in entry][-2:] for one in (whole, resumed)]
+    return [[(entry["loss"], entry["learning_rate"]) for entry in each] for each in entries]
+
+
+def test_a_rate_that_a_callback_has_set_is_part_of_a_checkpoint(processes, tmp_path):
+    for whole, resumed in processes.run(2, resumed_at_another_rate, tmp_path, free_port()):
+        assert resumed == whole
 
 
 def best_at_the_end(world, folder, port):

@@ -77,7 +77,7 @@ def test_arguments_of_the_trainer_are_refused():
             check_trainer(given)
 
 
-@pytest.mark.parametrize("method", ["compute_loss", "training_step", "prediction_step", "create_optimizer"])
+@pytest.mark.parametrize("method", ["training_step", "prediction_step", "create_optimizer"])
 def test_an_overridden_method_that_is_not_called_is_refused(method):
     check_overrides(type("Mine", (Trainer,), {"log": lambda self, *_: None}), Trainer)
     with pytest.raises(InputError, match=f"Mine.{method}: refused"):
