@@ -27,6 +27,7 @@ from auto3d.runtime.forward_stage import ForwardStage
 from auto3d.runtime.gathered import of_all_ranks
 from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.layout import lay_out_plan, lay_out_rank, schedules_of
+from auto3d.runtime.low_precision import with_copies
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.rank import Rank, inputs_of
 from auto3d.runtime.tensor_group import TensorParallelRank
@@ -208,11 +209,13 @@ class _Evaluation:
             inputs.check(number, total, where=where, timeout_s=self._timeout_s)
 
     def _state(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers that the stages use, without copies, except of what a forward writes to."""
+        """The parameters and buffers that the stages use, with their copies in low precision; what a forward writes to
+        is copied, the rest is not."""
         rank, written = self._rank, self._layout.captured.graph.written_buffers
         buffers = rank.buffers | first_pipelines_buffers(rank.buffers, rank.layout, self._layout, self._timeout_s)
         state = {**rank.parameters, **buffers, **self._constants}
-        return {name: tensor.clone() if name in written else tensor for name, tensor in state.items()}
+        state = {name: tensor.clone() if name in written else tensor for name, tensor in state.items()}
+        return with_copies(state, self._layout.captured)
 
     def _global_batch(
         self,

@@ -5,12 +5,9 @@ found after its event, and the pipeline follows, or the change is refused.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from inspect import unwrap
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.trainer_callback import CallbackHandler
 
@@ -18,14 +15,14 @@ from auto3d.errors import InputError
 from auto3d.runtime.gathered import of_all_ranks
 from auto3d.trainer.gather import hash_of
 from auto3d.trainer.instance import traits_of
+from auto3d.trainer.looks import OF_MODEL, may_look
 from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.supported import own_events
 
 _OURS = ("transformers.", "auto3d.")
 _AFTER = ("on_train_end",)  # nothing is trained any more
 FIXED, TRAITS, VALUES, RATES = "fixed", "traits", "values", "rates"  # kinds of what a callback may change
-_OF_MODEL = {"model", "trainer"}  # words in the code of a callback that may look at the model
-_OF_ALL = _OF_MODEL | {"optimizer", "lr_scheduler", "args"}  # of one that may change something
+_OF_ALL = {*OF_MODEL, "optimizer", "lr_scheduler", "args"}  # words of a callback that may change something
 
 
 def name_of(callback: Any) -> str:
@@ -38,7 +35,7 @@ def is_users(callback: Any) -> bool:
 
 def events_with_weights(callbacks: Iterable[Any]) -> set[str]:
     """The events of the user's ``callbacks`` that may look at the model: they hold it, or their code names it."""
-    return _events_of(callbacks, _OF_MODEL)
+    return _events_of(callbacks, {*OF_MODEL})
 
 
 def events_with_changes(callbacks: Iterable[Any]) -> set[str]:
@@ -50,30 +47,9 @@ def _events_of(callbacks: Iterable[Any], words: set[str]) -> set[str]:
     return {
         event
         for callback in callbacks
-        if is_users(callback) and (_holds_a_model(callback) or words & _words_of(type(callback)))
+        if is_users(callback) and may_look(callback, words)
         for event in own_events(type(callback))
     }
-
-
-def _holds_a_model(callback: Any) -> bool:
-    return any(isinstance(value, nn.Module) for value in vars(callback).values())
-
-
-def _words_of(kind: type) -> set[str]:
-    """The names and the texts in the code of the user's classes that make up ``kind``."""
-    codes = [
-        function.__code__
-        for one in kind.__mro__
-        if not one.__module__.startswith((*_OURS, "builtins"))
-        for function in map(unwrap, filter(callable, vars(one).values()))
-        if isinstance(function, FunctionType)
-    ]
-    words = set[str]()
-    while codes:
-        code = codes.pop()
-        words |= {*code.co_varnames, *code.co_names, *(each for each in code.co_consts if isinstance(each, str))}
-        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-    return words
 
 
 class PipelineCallbacks(CallbackHandler):

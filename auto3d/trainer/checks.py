@@ -5,11 +5,14 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from torch import nn
 
+from auto3d.data.fingerprint import fingerprints
 from auto3d.errors import InputError
+from auto3d.runtime.waiting import waiting_for
 from auto3d.trainer.rank_zero import of_rank_0
-from auto3d.trainer.samples import CollatedData
+from auto3d.trainer.samples import CollatedData, bytes_of
 
 
 def check_samples(data: CollatedData, main: str, *, timeout_s: float) -> None:
@@ -24,6 +27,27 @@ def check_samples(data: CollatedData, main: str, *, timeout_s: float) -> None:
             data.check([position])
         except InputError as error:
             raise InputError(f"dataset: sample {position}: {error}") from None
+
+
+def check_same_data(data: CollatedData, name: str, *, timeout_s: float) -> None:
+    """Raise InputError, on every rank, if ranks have other numbers of samples, or other ones at the ends.
+
+    All ranks must call it.
+    """
+    order = data.order.of(0)
+    samples = sorted({*order[:2], len(data.dataset) - 1})
+    batch = data.collated(samples, [0, 0])
+    mine = len(data.dataset), fingerprints({each: bytes_of(value) for each, value in batch.items()}).tolist()
+    of_ranks = [mine] * dist.get_world_size()
+    with waiting_for(f"the fingerprints of all ranks' {name}", timeout_s):
+        dist.all_gather_object(of_ranks, mine)
+    for rank, (count, found) in enumerate(of_ranks):
+        what = f"{mine[0]} and {count} samples" if count != mine[0] else "other samples at the same positions"
+        if (count, found) != mine:
+            raise InputError(
+                f"{name}: ranks {dist.get_rank()} and {rank} have {what}; seed what draws or shuffles it, and sort "
+                "what comes from a set or a folder"
+            )
 
 
 def extremes(dataset: Any, main: str) -> list[int]:

@@ -52,18 +52,53 @@ def scatter(rank: Rank, whole: Mapping[str, torch.Tensor], *, timeout_s: float) 
 
     Raises InputError unless all ranks have the same values.
     """
+    check_alike(whole, timeout_s=timeout_s)
+    for name, part in _held(rank, PREFIX).items():
+        part.tensor.copy_(whole[name] if part.shard is None else part.shard.of(whole[name]))
+
+
+def check_alike(whole: Mapping[str, torch.Tensor], *, timeout_s: float) -> None:
+    """Raise InputError unless all ranks have the same values in ``whole``. All ranks must call it."""
+    for number, names in enumerate(_different(whole, timeout_s)):
+        if names:
+            raise InputError(
+                f"model: ranks {dist.get_rank()} and {number} have other values of {names[0]} since the training; "
+                "change it alike on all ranks, outside of `if trainer.is_world_process_zero()`"
+            )
+
+
+def make_alike(whole: Mapping[str, torch.Tensor], *, timeout_s: float) -> None:
+    """Give all ranks rank 0's values where they differ, and say so. All ranks must call it.
+
+    torch's DistributedDataParallel does the same, so scripts need no seed before they build a model.
+    """
+    differ = sorted(set(chain(*_different(whole, timeout_s))))
+    of_ranks = [differ] * dist.get_world_size()
+    with waiting_for("which weights differ between ranks", timeout_s):
+        dist.all_gather_object(of_ranks, differ)
+    for name in (names := sorted(set(chain(*of_ranks)))):
+        if name not in whole:
+            raise InputError(
+                f"model: rank {dist.get_rank()} has no {name}, which another rank has; build the same model"
+            )
+        with waiting_for(f"{name}, which rank 0 sends", timeout_s):
+            dist.broadcast(whole[name], 0)
+    if names and dist.get_rank() == 0:
+        more = f" and {len(names) - 1} more" * (len(names) > 1)
+        print(
+            f"auto3d: the ranks have built other initial values of {names[0]}{more}: all train those of rank 0; call "
+            "set_seed before the model is built to have the same in each run",
+            flush=True,
+        )
+
+
+def _different(whole: Mapping[str, torch.Tensor], timeout_s: float) -> list[list[str]]:
+    """For each rank, the names of the tensors of which it has other values than this one."""
     mine = {name: hash_of(tensor) for name, tensor in whole.items()}
     of_ranks = [mine] * dist.get_world_size()
     with waiting_for("the values of all ranks' models", timeout_s):
         dist.all_gather_object(of_ranks, mine)
-    for number, others in enumerate(of_ranks):
-        if changed := [name for name, value in mine.items() if others[name] != value]:
-            raise InputError(
-                f"model: ranks {dist.get_rank()} and {number} have other values of {changed[0]} since the training; "
-                "change it alike on all ranks, outside of `if trainer.is_world_process_zero()`"
-            )
-    for name, part in _held(rank, PREFIX).items():
-        part.tensor.copy_(whole[name] if part.shard is None else part.shard.of(whole[name]))
+    return [[name for name, value in mine.items() if others.get(name) != value] for others in of_ranks]
 
 
 def hash_of(tensor: torch.Tensor) -> int:

@@ -68,8 +68,8 @@ def traits_of(model: nn.Module) -> Iterator[tuple[str, object]]:
     for place, module in model.named_modules():
         name = f"model.{place}" if place else "model"
         yield name, (id(module), type(module))
-        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
-            yield f"a hook of {name}", [id(hook) for hook in hooks.values()]
+        hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
+        yield f"hooks of {name}", [[id(hook) for hook in each.values()] for each in hooks]
         for key, value in vars(module).items():
             if key not in OF_EVERY_MODULE:
                 yield f"{name}.{key}", _trait(value)

@@ -17,7 +17,7 @@ from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.training import Training
 from auto3d.trainer.arguments import TrainingArguments
-from auto3d.trainer.gather import gather, keep_optimizer_state, optimizer_state, scatter
+from auto3d.trainer.gather import check_alike, gather, keep_optimizer_state, make_alike, optimizer_state, scatter
 from auto3d.trainer.instance import build_of, check_reached, state_of, traits_of
 from auto3d.trainer.own_loss import ComputeLoss, with_loss
 from auto3d.trainer.planned import batch_of, plan_of, planned_again
@@ -102,6 +102,9 @@ class Pipeline:
         gc.collect()  # the stages of an earlier training
         self.inputs = data.shapes
         self._weights, self._is_gathered = state_of(self._model), checkpoints is None
+        if self._weights is not None:
+            unify = make_alike if self._planned is None else check_alike
+            unify(self._weights, timeout_s=self._args.ddp_timeout)
         if self._planned is None or self.is_outdated:
             self.build = with_loss(build_of(self._model), self._compute_loss)
             self._traits = dict(traits_of(self._model))

@@ -46,9 +46,20 @@ class TrainOrder:
         self._loader = loader
         self._global_batch, self._iterations_per_epoch = global_batch, iterations_per_epoch
         self._epoch, self._samples = -1, list[int]()
+        self._begun = [(0, 0)]  # (iteration, epoch that it begins): epochs follow each other from there
+
+    def begin(self, epoch: int, iteration: int) -> None:
+        """Let ``iteration`` be the first of ``epoch``, because a callback has ended the one before it early."""
+        self._begun.append((iteration, epoch))
+
+    def place(self, iteration: int) -> tuple[int, int]:
+        """(epoch, number in it) of ``iteration``."""
+        first, epoch = next(begun for begun in reversed(self._begun) if begun[0] <= iteration)
+        later, place = divmod(iteration - first, self._iterations_per_epoch)
+        return epoch + later, place
 
     def of(self, iteration: int) -> Sequence[int]:
-        epoch, place = divmod(iteration, self._iterations_per_epoch)
+        epoch, place = self.place(iteration)
         if epoch != self._epoch:
             self._loader.set_epoch(epoch)
             self._epoch, self._samples = epoch, [sample for batch in self._loader.batch_sampler for sample in batch]
@@ -84,7 +95,14 @@ class CollatedData:
     def with_shapes(self) -> "CollatedData":
         """The same data, all of whose batches must have the inputs and shapes of its first samples."""
         samples = self.order.of(0)[:2]
+        before = _counters(self.dataset, self.collate)
         batch = self.collated(samples, [0, 0])
+        for name, value in _counters(self.dataset, self.collate).items():
+            if value != before.get(name, value):
+                raise InputError(
+                    f"{name}: it changes as a batch is read; ranks read batches beside each other, so what a sample is "
+                    "must follow from its position: take the epoch or the step from a callback"
+                )
         shapes = {name: InputSpec(shape=tuple(value.shape[1:]), dtype=value.dtype) for name, value in batch.items()}
         check_shapes(batch, shapes, samples=len(samples))
         return replace(self, shapes=shapes)
@@ -127,7 +145,9 @@ class CollatedData:
         Any two processes get the same batch, whatever they have loaded before.
         """
         with seeded(int(np.random.SeedSequence([self.seed, *seed]).generate_state(1)[0])):
-            batch = self.collate(_fetch(self.dataset, samples))
+            # A collator may take keys out of samples, which another read meets again.
+            fetched = [dict(each) if type(each) is dict else each for each in _fetch(self.dataset, samples)]
+            batch = self.collate(fetched)
         tensors = {}
         for name, value in batch.items():
             if not isinstance(value, torch.Tensor):
@@ -171,7 +191,7 @@ class CollatedBatches:
         own = {name: value[first : first + each] for name, value in whole.items()}
         return Reading(
             inputs={name: own[name] for name in names},
-            fingerprints=fingerprints({name: _bytes(value) for name, value in own.items()}),
+            fingerprints=fingerprints({name: bytes_of(value) for name, value in own.items()}),
             items=None if data.first_item is None else int(items_of(whole, data.first_item)),
         )
 
@@ -192,7 +212,7 @@ def items_of(batch: Mapping[str, torch.Tensor], first: int) -> torch.Tensor:
     return (labels != IGNORED).sum()
 
 
-def _bytes(value: torch.Tensor) -> np.ndarray:
+def bytes_of(value: torch.Tensor) -> np.ndarray:
     """[samples, bytes]; numpy lacks some of torch's types."""
     return value.contiguous().reshape(len(value), -1).view(torch.uint8).numpy()
 
@@ -211,6 +231,18 @@ def check_shapes(batch: Mapping[str, torch.Tensor], shapes: Mapping[str, InputSp
                 f"data_collator: {name} has shape {list(found)} and type {batch[name].dtype}; the first batch says "
                 f"{list(wanted)} and {spec.dtype}; if samples differ in length, give TrainingArguments.sequence_length"
             )
+
+
+def _counters(dataset: Any, collate: Callable[..., Any]) -> dict[str, float]:
+    """The numbers that the dataset and the collator hold as attributes."""
+    collate = getattr(collate, "data_collator", collate)  # that of the user's, which transformers has wrapped
+    holders = {"train_dataset or eval_dataset": dataset, "data_collator": getattr(collate, "__self__", collate)}
+    return {
+        f"{who}: {name}": value
+        for who, holder in holders.items()
+        for name, value in getattr(holder, "__dict__", {}).items()
+        if type(value) in (int, float)
+    }
 
 
 def _fetch(dataset: Any, samples: Sequence[int]) -> list[Any]:

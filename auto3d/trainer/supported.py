@@ -252,7 +252,7 @@ def check_overrides(kind: type, base: type) -> None:
 def check_attributes(trainer: Any, own: Any) -> None:
     """Raise InputError for what a script has put into ``trainer`` and a pipeline would not use.
 
-    ``own`` is the scheduler of an earlier training, which is no script's.
+    ``own`` is the scheduler of an earlier training, which is no script's; nor is its optimizer.
     """
     for name in vars(trainer):
         if callable(getattr(transformers.Trainer, name, None)):
@@ -260,7 +260,7 @@ def check_attributes(trainer: Any, own: Any) -> None:
                 f"Trainer.{name}: refused: it was set on the trainer, and a pipeline cannot call it; {_MAY_OVERRIDE}"
             )
     for name, remedy in _OWN_ATTRIBUTES.items():
-        if getattr(trainer, name) not in (None, own):
+        if getattr(trainer, name) not in (None, own, getattr(own, "optimizer", None)):
             raise InputError(f"Trainer.{name}: refused: it was set on the trainer, and {remedy}")
 
 

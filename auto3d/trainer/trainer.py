@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.state import PartialState
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
@@ -19,6 +20,7 @@ from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import Checkpoints
 from auto3d.runtime.executor import IterationResult
+from auto3d.runtime.gathered import of_all_ranks
 from auto3d.runtime.optimizer_class import check_resumes
 from auto3d.runtime.training import Training, naming_this_rank
 from auto3d.runtime.waiting import waiting_for
@@ -30,10 +32,11 @@ from auto3d.trainer.callbacks import (
     is_users,
     name_of,
 )
-from auto3d.trainer.checks import check_samples, limits_of
+from auto3d.trainer.checks import check_same_data, check_samples, limits_of
 from auto3d.trainer.evaluation import Evaluation, check_batches, check_evaluation, evaluated, metrics_of, shifts_labels
 from auto3d.trainer.folders import check_complete, last_complete, load_rates, load_weights, write_state
 from auto3d.trainer.instance import separate
+from auto3d.trainer.looks import is_of_user, may_look, reached
 from auto3d.trainer.loss_mean import loss_mean_of
 from auto3d.trainer.padding import padding_of
 from auto3d.trainer.pipeline import Pipeline
@@ -47,6 +50,9 @@ from auto3d.trainer.supported import (
     check_trainer,
 )
 from auto3d.trainer.together import TOGETHER
+
+_BEFORE_STEPS = ("__init__", "compute_loss", "get_decay_parameter_names", "_get_train_sampler")
+"""Methods of a subclass that do not run between steps, or not with the weights of then."""
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
@@ -195,6 +201,8 @@ class Trainer(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         with as_one_process():
             super().create_accelerator_and_postprocess()
+        state = PartialState()  # which tells a script that one rank is the main process
+        state.process_index, state.local_process_index = self.args.process_index, self.args.local_process_index
 
     def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
         return {**named, "cpu": True}  # only its data loader is used, for the order of the samples
@@ -244,9 +252,10 @@ class Trainer(transformers.Trainer):
             )
         self._check_evaluations()
         self._iterations, self._data, self._max_steps = training.iterations(), data, max_steps
+        assert isinstance(data.order, TrainOrder)
         self._order, self._flos_of_sample = data.order, self._flos_of_one(data.shapes)
         # The pipeline's optimizers follow their own copy of this schedule; what a callback sets here, they are told.
-        self.lr_scheduler = None
+        self.lr_scheduler = self.optimizer = None
         rate = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=self.args.learning_rate)
         self._rate = self.create_scheduler(max_steps, optimizer=rate)
         rate.step()
@@ -256,7 +265,8 @@ class Trainer(transformers.Trainer):
             load_rates(Path(resume_from_checkpoint), self._rate)
             self._pipeline.follow(self._rate)
         self.callback_handler.model = self.model
-        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self._rate.optimizer, self._rate
+        self.optimizer, self.lr_scheduler = self._rate.optimizer, self._rate
+        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.callback_handler.train_dataloader = train_dataloader
         return self.model, train_dataloader
 
@@ -283,14 +293,25 @@ class Trainer(transformers.Trainer):
             self._agree()
             # ``log`` and ``_evaluate`` agree once more, because their callbacks may ask for the next.
             self._between_steps = True
+            if self._looks and (self.control.should_log or self.control.should_evaluate or self.control.should_save):
+                self._pipeline.gather()
             self._maybe_log_save_evaluate(
                 self._tr_loss, norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate
             )
             self._between_steps = False
             self._agree()
 
-        for step in range(self.state.global_step - epoch * num_update_steps_per_epoch, num_update_steps_per_epoch):
+        resumes = resume_from_checkpoint is not None and epoch == epochs_trained
+        first = self.state.global_step % num_update_steps_per_epoch if resumes else 0
+        if self._order.place(self.state.global_step) != (epoch, first):  # a callback has ended the epoch before it
+            self._order.begin(epoch, self.state.global_step - first)
+            self._start_again()
+        for step in range(first, num_update_steps_per_epoch):
             self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
+            self._agree()
+            # transformers looks at these flags after each micro-batch: before the step, if there are several.
+            if self._is_stopped and self._micro_batches_of(step, steps_in_epoch) > 1:
+                break
             TOGETHER.mark(f"goes on with step {self.state.global_step + 1}")
             _, result = next(self._iterations)
             self._pipeline.trained()
@@ -303,10 +324,18 @@ class Trainer(transformers.Trainer):
             self.state.epoch = epoch + min((step + 1) * self._micro_batches, steps_in_epoch) / steps_in_epoch
             self.control = self.callback_handler.on_step_end(args, self.state, self.control)
             log_evaluate_save()
-            if self.control.should_epoch_stop or self.control.should_training_stop:
+            if self._is_stopped:
                 break
         self.control = self.callback_handler.on_epoch_end(args, self.state, self.control)
         log_evaluate_save()
+
+    @property
+    def _is_stopped(self) -> bool:
+        return bool(self.control.should_epoch_stop or self.control.should_training_stop)
+
+    def _micro_batches_of(self, step: int, steps_in_epoch: int) -> int:
+        """Micro-batches of a step of an epoch of this many micro-batches."""
+        return min(self._micro_batches, steps_in_epoch - step * self._micro_batches)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)
@@ -352,6 +381,12 @@ class Trainer(transformers.Trainer):
         return data
 
     def _collated(self, loader: Any, order: TrainOrder | InOrder) -> CollatedData:
+        for name, value in {"dataset": loader.dataset, "data_collator": self.data_collator}.items():
+            if any(part in reached(value) for part in self.model.modules()):
+                raise InputError(
+                    f"Trainer: {name} uses the model, whose weights are in the pipeline while samples are read; "
+                    "compute in the model's forward what needs them, or give it a copy of the model"
+                )
         return CollatedData(
             dataset=loader.dataset,
             collate=loader.collate_fn,
@@ -402,7 +437,7 @@ class Trainer(transformers.Trainer):
     ) -> EvalLoopOutput:
         """Evaluate the whole dataset of ``dataloader`` in the pipeline; all ranks must call it."""
         TOGETHER.call(f"Trainer.{'predict' if description == 'Prediction' else 'evaluate'}", self.args.ddp_timeout)
-        args, samples = self.args, len(dataloader.dataset)
+        args, samples = self.args, samples_of(dataloader.batch_sampler)
         check_attributes(self, self._rate)
         data = self._evaluation_data(dataloader)
         if self._pipeline.training is None or (not self.is_in_train and self._pipeline.is_outdated):
@@ -411,6 +446,9 @@ class Trainer(transformers.Trainer):
             self._pipeline.scatter()
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         evaluation = self._evaluation_of(data, loss_only=loss_only, ignored=ignore_keys)
+        looks = any(map(may_look, (self.compute_metrics, self.preprocess_logits_for_metrics)))
+        if of_all_ranks([int(looks)], torch.int64, timeout_s=args.ddp_timeout).any():
+            self._pipeline.gather()
         result = evaluated(self._pipeline, data, args, evaluation, preprocess=self.preprocess_logits_for_metrics)
         self.callback_handler.eval_dataloader = dataloader
         for _ in range(-(-samples // args.per_device_eval_batch_size)):
@@ -428,9 +466,13 @@ class Trainer(transformers.Trainer):
         )
 
     def _evaluation_data(self, loader: Any) -> CollatedData:
-        if not len(loader.dataset):
-            raise InputError("Trainer: the dataset of an evaluation has no samples; give it some, or leave it out")
-        order = InOrder(len(loader.dataset), self._pipeline.batch.global_batch)
+        samples = samples_of(loader.batch_sampler)
+        if not samples:
+            raise InputError(
+                "Trainer: the dataset of an evaluation has no samples, or with dataloader_drop_last no whole batch; "
+                "give it some, or leave it out"
+            )
+        order = InOrder(samples, self._pipeline.batch.global_batch)
         return self._collated(loader, order).with_shapes()
 
     def _evaluation_of(
@@ -439,8 +481,10 @@ class Trainer(transformers.Trainer):
         if ignored is None:
             config = getattr(self.model, "config", None)
             ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
-        samples = len(data.dataset)
-        return check_evaluation(self._pipeline, data, self.args, samples=samples, loss_only=loss_only, ignored=ignored)
+        assert isinstance(data.order, InOrder)
+        return check_evaluation(
+            self._pipeline, data, self.args, samples=data.order.samples, loss_only=loss_only, ignored=ignored
+        )
 
     def _check_evaluations(self) -> None:
         """Raise the errors of the evaluations that the training will run, before its first iteration."""
@@ -448,8 +492,9 @@ class Trainer(transformers.Trainer):
             return
         datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
         loss_only = self.compute_metrics is None or self.args.prediction_loss_only
-        for dataset in datasets.values():
+        for name, dataset in datasets.items():
             data = self._evaluation_data(self.get_eval_dataloader(dataset))
+            check_same_data(data, f"eval_dataset{f'[{name!r}]' * bool(name)}", timeout_s=self.args.ddp_timeout)
             evaluation = self._evaluation_of(data, loss_only=loss_only)
             check_samples(data, self._main_input, timeout_s=self.args.ddp_timeout)
             check_batches(evaluation, data, self.args, shifted=shifts_labels(getattr(self.model, "loss_type", None)))
@@ -477,9 +522,16 @@ class Trainer(transformers.Trainer):
         before which events any rank's callbacks need the weights."""
         handler = PipelineCallbacks(self.callback_handler, self._pipeline, self._start_again)
         callbacks = handler.callbacks
+        own = [
+            value
+            for kind in type(self).__mro__
+            for name, value in vars(kind).items()
+            if is_of_user(kind) and name not in _BEFORE_STEPS
+        ]
         mine = (
             list(map(name_of, callbacks)),
             any(map(is_users, callbacks)),
+            any(map(may_look, own)),  # such as a method log()
             events_with_weights(callbacks),
             events_with_changes(callbacks),
         )
@@ -487,7 +539,8 @@ class Trainer(transformers.Trainer):
         with waiting_for("the names of the other ranks' callbacks", self.args.ddp_timeout):
             dist.all_gather_object(of_ranks, mine)
         self._ranks_agree = all(names == mine[0] and not users for names, users, *_ in of_ranks)
-        handler.with_weights = set().union(*(events for _, _, events, _ in of_ranks))
+        self._looks = any(looks for _, _, looks, *_ in of_ranks)
+        handler.with_weights = set().union(*(events for *_, events, _ in of_ranks))
         handler.followed = set().union(*(events for *_, events in of_ranks))
         self.callback_handler = handler
 

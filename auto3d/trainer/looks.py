@@ -1,0 +1,114 @@
+"""Which code of a script may look at its model while that trains: read off what the code names and reaches."""
+
+import dis
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from inspect import CO_VARARGS, CO_VARKEYWORDS, unwrap
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+OF_MODEL = frozenset({"model", "trainer"})  # names by which a script has the model
+_LIBRARIES = {*sys.stdlib_module_names, "accelerate", "auto3d", "datasets", "numpy", "torch", "transformers"} - {
+    "__main__"
+}
+
+
+def may_look(value: Any, words: Iterable[str] = OF_MODEL) -> bool:
+    """Whether the code of ``value``, a function, a class or an object of one, may look at a model.
+
+    It does if it names one of ``words``, hands on what it is called with by name, or reaches a module.
+    """
+    names = frozenset(words)
+    for reader in _functions(value):
+        if not names.isdisjoint(_words(reader.__code__)) or _hands_on(reader.__code__):
+            return True
+    return bool(reached(value))
+
+
+def reached(value: Any) -> set[nn.Module]:
+    """The modules that the code of ``value`` reaches: by its attributes, the global names and the enclosed variables
+    that it names."""
+    found: set[nn.Module] = set()
+    for reader in _functions(value):
+        found |= {each for each in _values_of(reader) if isinstance(each, nn.Module)}
+    words = {word for reader in _functions(value) for word in _words(reader.__code__)}
+    for name, held in getattr(value, "__dict__", {}).items():
+        if isinstance(held, nn.Module) and name in words:
+            found.add(held)
+    return found
+
+
+def is_of_user(value: Any) -> bool:
+    """Whether a class or a function is a script's, or of a library that may know the script's model."""
+    return value.__module__ is None or value.__module__.partition(".")[0] not in _LIBRARIES
+
+
+def _functions(value: Any) -> list[FunctionType]:
+    """The script's own functions that run where ``value`` is called or its methods are."""
+    found: list[FunctionType] = []
+    waiting, seen = [value], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, MethodType):
+            waiting += [each.__func__, each.__self__]
+        elif isinstance(each, FunctionType):
+            function = unwrap(each)
+            if isinstance(function, FunctionType) and is_of_user(function):
+                found.append(function)
+                waiting += [one for one in _values_of(function) if isinstance(one, FunctionType | type)]
+        elif isinstance(each, staticmethod | classmethod):
+            waiting.append(each.__func__)
+        elif isinstance(each, property):
+            waiting.append(each.fget)
+        elif not isinstance(each, nn.Module):
+            kind = each if isinstance(each, type) else type(each)
+            waiting += [one for base in kind.__mro__ if base is not object for one in _methods(base)]
+    return found
+
+
+def _methods(kind: type) -> Iterator[Callable[..., Any]]:
+    for value in vars(kind).values():
+        if isinstance(value, FunctionType | staticmethod | classmethod | property):
+            yield value  # type: ignore[misc]  # what a property calls counts too
+
+
+def _values_of(function: FunctionType) -> Iterator[Any]:
+    """The values of the global names and the enclosed variables that ``function`` names."""
+    for name in _names(function.__code__):
+        if name in function.__globals__:
+            yield function.__globals__[name]
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
+
+
+def _names(code: CodeType) -> set[str]:
+    return {name for each in _codes(code) for name in each.co_names}
+
+
+def _words(code: CodeType) -> set[str]:
+    """The names and the texts in ``code``."""
+    texts = {const for each in _codes(code) for const in each.co_consts if isinstance(const, str)}
+    return texts | {name for each in _codes(code) for name in (*each.co_varnames, *each.co_names)}
+
+
+def _hands_on(code: CodeType) -> bool:
+    """Whether ``code`` uses its keyword arguments as a whole."""
+    if not code.co_flags & CO_VARKEYWORDS:
+        return False
+    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & CO_VARARGS)]
+    return any(each.opname.startswith("LOAD") and each.argval == name for each in dis.get_instructions(code))
