@@ -95,10 +95,11 @@ class CollatedData:
     def with_shapes(self) -> "CollatedData":
         """The same data, all of whose batches must have the inputs and shapes of its first samples."""
         samples = self.order.of(0)[:2]
-        before = _counters(self.dataset, self.collate)
         batch = self.collated(samples, [0, 0])
+        before = _counters(self.dataset, self.collate)
+        self.collated(samples, [0, 0])
         for name, value in _counters(self.dataset, self.collate).items():
-            if value != before.get(name, value):
+            if value != before.get(name):
                 raise InputError(
                     f"{name}: it changes as a batch is read; ranks read batches beside each other, so what a sample is "
                     "must follow from its position: take the epoch or the step from a callback"
