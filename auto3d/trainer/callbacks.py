@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, UnsupportedFakeTensorException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.trainer_callback import CallbackHandler
 
@@ -20,6 +22,7 @@ from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.supported import own_events
 
 _OURS = ("transformers.", "auto3d.")
+_WITHOUT_VALUES = (GuardOnDataDependentSymNode, DataDependentOutputException, UnsupportedFakeTensorException)
 _AFTER = ("on_train_end",)  # nothing is trained any more
 FIXED, TRAITS, VALUES, RATES = "fixed", "traits", "values", "rates"  # kinds of what a callback may change
 _OF_ALL = {*OF_MODEL, "optimizer", "lr_scheduler", "args"}  # words of a callback that may change something
@@ -73,15 +76,30 @@ class PipelineCallbacks(CallbackHandler):
         if event in self.with_weights:
             self._pipeline.gather()
         if event not in self.followed or event in _AFTER:
-            return super().call_event(event, args, state, control, **named)
+            return self._called(event, args, state, control, **named)
         before = {kind: dict(look(args)) for kind, look in self._looks.items()}
-        control = super().call_event(event, args, state, control, **named)
+        control = self._called(event, args, state, control, **named)
         changed = {
             kind: [what for what, value in look(args) if before[kind].get(what, value) != value]
             for kind, look in self._looks.items()
         }
         self._follow(changed, event, args.ddp_timeout)
         return control
+
+    def _called(self, event: str, args: Any, state: Any, control: Any, **named: Any) -> Any:
+        try:
+            return super().call_event(event, args, state, control, **named)
+        except _WITHOUT_VALUES:
+            raise InputError(
+                f"callbacks: {self._users_of(event)}.{event}: it reads a tensor without values, which a hook or a "
+                "forward has kept when the model was captured; the forward runs in the stages of the pipeline: return "
+                "it there, as an output"
+            ) from None
+
+    def _users_of(self, event: str) -> str:
+        """The names of the user's callbacks that have ``event``."""
+        users = [one for one in self.callbacks if is_users(one) and event in own_events(type(one))]
+        return " or ".join(dict.fromkeys(type(one).__name__ for one in users))
 
     def _follow(self, changed: Mapping[str, Sequence[str]], event: str, timeout_s: float) -> None:
         """Let the pipeline have what was ``changed``; ranks agree first, since each may have changed something else."""
@@ -90,14 +108,12 @@ class PipelineCallbacks(CallbackHandler):
         on_all = (of_ranks == of_ranks[0]).all()
         what = next((each for kind in (FIXED, *changed) for each in changed[kind]), None)
         if on_any[FIXED] or not on_all:
-            users = [one for one in self.callbacks if is_users(one) and event in own_events(type(one))]
-            kinds = " or ".join(dict.fromkeys(type(one).__name__ for one in users))
             because = "which a pipeline cannot follow; change it before train()"
             if not on_any[FIXED]:
                 because = "and another rank did not; change it alike on all ranks"
             raise InputError(
-                f"callbacks: {kinds}.{event}: it changed {what or 'something on another rank'} during the training, "
-                f"{because}"
+                f"callbacks: {self._users_of(event)}.{event}: it changed {what or 'something on another rank'} during "
+                f"the training, {because}"
             )
         if on_any[TRAITS]:
             self._start_again()

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from auto3d.capture.block_state import OF_EVERY_MODULE
-from auto3d.capture.empty import buffers_of
+from auto3d.capture.empty import buffers_of, empty_model
+from auto3d.capture.export import InputSpec, quiet_torch
 from auto3d.capture.skeleton import keep_gradient_hooks
 from auto3d.errors import InputError
 
@@ -73,6 +75,29 @@ def traits_of(model: nn.Module) -> Iterator[tuple[str, object]]:
         for key, value in vars(module).items():
             if key not in OF_EVERY_MODULE:
                 yield f"{name}.{key}", _trait(value)
+
+
+def kept_by_forward(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], *, device: str) -> set[str]:
+    """Names of the attributes that a forward of the module that ``build`` makes gives another value.
+
+    A pipeline runs it in other modules, so a script that reads them sees the values from before.
+    """
+    model = empty_model(build, device)
+    model.module.train()
+    arguments = {name: model.zeros((2, *spec.shape), spec.dtype) for name, spec in inputs.items()}
+
+    def attributes() -> dict[tuple[str, str], int]:
+        return {
+            (place, name): id(value)
+            for place, module in model.module.named_modules()
+            for name, value in vars(module).items()
+            if name not in OF_EVERY_MODULE
+        }
+
+    before = attributes()
+    with torch.no_grad(), model.mode, quiet_torch(), suppress(Exception):  # code that needs values has none here
+        model.module(**arguments)
+    return {name for (place, name), value in attributes().items() if before.get((place, name)) != value}
 
 
 _PLAIN = (bool, int, float, str, type(None))

@@ -27,13 +27,18 @@ def may_look(value: Any, words: Iterable[str] = OF_MODEL) -> bool:
     return bool(reached(value))
 
 
+def words_of(value: Any) -> set[str]:
+    """The names and the texts in the script's code of ``value``."""
+    return {word for reader in _functions(value) for word in _words(reader.__code__)}
+
+
 def reached(value: Any) -> set[nn.Module]:
     """The modules that the code of ``value`` reaches: by its attributes, the global names and the enclosed variables
     that it names."""
     found: set[nn.Module] = set()
     for reader in _functions(value):
         found |= {each for each in _values_of(reader) if isinstance(each, nn.Module)}
-    words = {word for reader in _functions(value) for word in _words(reader.__code__)}
+    words = words_of(value)
     for name, held in getattr(value, "__dict__", {}).items():
         if isinstance(held, nn.Module) and name in words:
             found.add(held)

@@ -108,8 +108,11 @@ class Pipeline:
         if self._planned is None or self.is_outdated:
             self.build = with_loss(build_of(self._model), self._compute_loss)
             self._traits = dict(traits_of(self._model))
-            again = self._planned and planned_again(*self._planned, self._args, self.build, data.shapes)
+            before = self._planned
+            again = before and planned_again(*before, self._args, self.build, data.shapes)
             self._planned = again or plan_of(setup(), self._args, self.build, data.shapes)
+            if before is not None and self._learnt_by is not None:
+                _tell_thawed(self._planned[1].graph.trained - before[1].graph.trained)
             check_reached(self._model, self._planned[1].exported.constants)
         plan, captured = self._planned
         exempt = {name for name, _ in self._model.named_parameters()} - set(decayed)
@@ -179,3 +182,14 @@ class Pipeline:
         first_name = {id(parameter): name for name, parameter in self._model.named_parameters()}
         entries = self._model.state_dict(keep_vars=True).items()
         return {name: whole[first_name.get(id(tensor), name)] for name, tensor in entries}
+
+
+def _tell_thawed(names: frozenset[str]) -> None:
+    """Say which parameters are trained that were not, where transformers would not: its optimizer is made once."""
+    if names and not setup().world.rank:
+        more = f" and {len(names) - 1} more" * (len(names) > 1)
+        print(
+            f"auto3d: {min(names)}{more} thawed, and trained from now on; an optimizer that transformers has made "
+            "while they were frozen would leave them out",
+            flush=True,
+        )

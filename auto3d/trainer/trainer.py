@@ -35,8 +35,8 @@ from auto3d.trainer.callbacks import (
 from auto3d.trainer.checks import check_same_data, check_samples, limits_of
 from auto3d.trainer.evaluation import Evaluation, check_batches, check_evaluation, evaluated, metrics_of, shifts_labels
 from auto3d.trainer.folders import check_complete, last_complete, load_rates, load_weights, write_state
-from auto3d.trainer.instance import separate
-from auto3d.trainer.looks import is_of_user, may_look, reached
+from auto3d.trainer.instance import kept_by_forward, separate
+from auto3d.trainer.looks import is_of_user, may_look, reached, words_of
 from auto3d.trainer.loss_mean import loss_mean_of
 from auto3d.trainer.padding import padding_of
 from auto3d.trainer.pipeline import Pipeline
@@ -251,6 +251,7 @@ class Trainer(transformers.Trainer):
                 f"{training.first} steps, its trainer_state.json after {self.state.global_step}"
             )
         self._check_evaluations()
+        self._check_reads(data)
         self._iterations, self._data, self._max_steps = training.iterations(), data, max_steps
         assert isinstance(data.order, TrainOrder)
         self._order, self._flos_of_sample = data.order, self._flos_of_one(data.shapes)
@@ -499,6 +500,28 @@ class Trainer(transformers.Trainer):
             check_samples(data, self._main_input, timeout_s=self.args.ddp_timeout)
             check_batches(evaluation, data, self.args, shifted=shifts_labels(getattr(self.model, "loss_type", None)))
 
+    def _check_reads(self, data: CollatedData) -> None:
+        """Raise InputError if the script's code names an attribute that the model's forward sets."""
+        kept = kept_by_forward(self._pipeline.build, data.shapes, device=self.args.device.type)
+        readers = [one for one in self.callback_handler.callbacks if is_users(one)]
+        readers += [*self._own_methods(), self.compute_metrics, self.preprocess_logits_for_metrics]
+        for reader in readers if kept else ():
+            for name in sorted(kept & words_of(reader)):
+                who = getattr(reader, "__name__", type(reader).__name__)
+                raise InputError(
+                    f"Trainer: {who} names {name}, an attribute that the model's forward sets: that runs in the stages "
+                    "of the pipeline, and a script does not see it; return it from the forward, as an output"
+                )
+
+    def _own_methods(self) -> list[Any]:
+        """What classes of the script add to the Trainer and what runs between steps."""
+        return [
+            value
+            for kind in type(self).__mro__
+            for name, value in vars(kind).items()
+            if is_of_user(kind) and name not in _BEFORE_STEPS
+        ]
+
     # Between this rank and the others
 
     def _add_loss(self, loss: float) -> None:
@@ -522,16 +545,10 @@ class Trainer(transformers.Trainer):
         before which events any rank's callbacks need the weights."""
         handler = PipelineCallbacks(self.callback_handler, self._pipeline, self._start_again)
         callbacks = handler.callbacks
-        own = [
-            value
-            for kind in type(self).__mro__
-            for name, value in vars(kind).items()
-            if is_of_user(kind) and name not in _BEFORE_STEPS
-        ]
         mine = (
             list(map(name_of, callbacks)),
             any(map(is_users, callbacks)),
-            any(map(may_look, own)),  # such as a method log()
+            any(map(may_look, self._own_methods())),  # such as a method log()
             events_with_weights(callbacks),
             events_with_changes(callbacks),
         )

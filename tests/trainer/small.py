@@ -393,6 +393,97 @@ def with_own_loss(name, base=Trainer, arguments=TrainingArguments, **options):
     return made
 
 
+class EndsEpochs(TrainerCallback):
+    """Ends each epoch after three steps, and the training at the begin of the fourth."""
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_epoch_stop = state.global_step % 3 == 0
+
+    def on_epoch_begin(self, args, state, control, **_):
+        control.should_training_stop = state.global_step == 9
+
+
+class Counts(TrainerCallback):
+    """Looks at nothing."""
+
+    def on_log(self, args, state, control, **_):
+        self.logs = getattr(self, "logs", 0) + 1
+
+
+class LogsNorm:
+    """A log() that looks at the weights."""
+
+    def log(self, logs, *arguments, **named):
+        super().log({**logs, "norm": self.model.lm_head.weight.norm().item()}, *arguments, **named)
+
+
+def popping(samples):
+    """A collator that takes keys out of the samples."""
+    return {"labels": torch.stack([sample.pop("labels") for sample in samples]), "input_ids": stacked(samples)}
+
+
+def stacked(samples):
+    return torch.stack([sample["input_ids"] for sample in samples])
+
+
+def hooked():
+    model = llama()
+    model.model.norm.register_forward_hook(lambda module, inputs, output: output * 0.5)
+    return model
+
+
+def ways(make, base, arguments):
+    """Trainers of ways to write a script: each calls what a callback, a method, a collator or metrics look at."""
+    seen = llama()
+
+    def looks(_):
+        return {"seen": seen.lm_head.weight.abs().sum().item()}
+
+    evaluating = {"eval_dataset": with_labels(rows(11)), "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    logging = (type("Logging", (LogsNorm, base), {}), arguments)
+    yield "epochs cut short", make(data=with_labels(rows(22)), callbacks=[EndsEpochs()], max_steps=-1)
+    yield "last batches dropped", make(**evaluating, dataloader_drop_last=True, per_device_eval_batch_size=4)
+    yield "bfloat16", make(**evaluating, bf16=True, per_device_eval_batch_size=4)
+    yield "a hook", make(hooked(), callbacks=[Counts()])
+    yield "a log", make(classes=logging)
+    yield "metrics", make(seen, **evaluating, metrics=looks, per_device_eval_batch_size=4)
+    yield "a collator", make(collator=popping, remove_unused_columns=False)
+
+
+class Growing:
+    """A collator that counts its batches."""
+
+    batches = 0
+
+    def __call__(self, samples):
+        self.batches += 1
+        return {"input_ids": stacked(samples), "labels": stacked(samples)}
+
+
+def with_targets_of_the_model():
+    model = llama()
+
+    def collate(samples):
+        with torch.no_grad():
+            return {"input_ids": stacked(samples), "labels": model(stacked(samples)).logits.argmax(-1)}
+
+    return trainer(model, collator=collate, remove_unused_columns=False)
+
+
+class Parts(Tagger):
+    """Keeps its loss for a callback."""
+
+    def forward(self, input_ids, labels):
+        result = super().forward(input_ids, labels)
+        self.part = result["loss"].detach()
+        return result
+
+
+class ReadsPart(TrainerCallback):
+    def on_log(self, args, state, control, model=None, **_):
+        print(model.part)
+
+
 def trainers(make, names, **arguments):
     """A trainer for each of the MODELS called ``names``, by name; ``make`` as ``trainer``."""
     for name in names:
@@ -658,6 +749,12 @@ def accumulating():
 
 
 FAULTS |= {
+    "a collator that counts": (lambda: trainer(collator=Growing()), "data_collator: batches: it changes as a batch is"),
+    "a collator with the model": (with_targets_of_the_model, "data_collator uses the model, whose weights are in the"),
+    "an attribute of a forward": (
+        lambda: trainer(Parts(), callbacks=[ReadsPart()]),
+        "ReadsPart names part, an attribute that the model's forward sets",
+    ),
     "a loss that divides by the items": (
         lambda: with_own_loss("a division"),
         "compute_loss: it uses num_items_in_batch",

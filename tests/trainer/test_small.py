@@ -83,7 +83,7 @@ def evaluations(trainer):
 
 
 def of_transformers(*arguments, **options):
-    return small.trainer(*arguments, **options, classes=(transformers.Trainer, transformers.TrainingArguments))
+    return small.trainer(*arguments, **{"classes": (transformers.Trainer, transformers.TrainingArguments)} | options)
 
 
 COUNTED = ("a count of all labels", "a sum", "experts")  # losses that are sums over all ranks, in three ways
@@ -123,6 +123,55 @@ def test_a_loss_of_the_script_is_that_of_one_transformers_process(degrees, proce
     for two in processes.run(2, partial(own_losses, **degrees), tmp_path, free_port()):
         for name, expected in one.items():
             assert two[name] == pytest.approx(expected, rel=1e-4), name
+
+
+def logs_of_ways(world, folder, port, *classes):
+    begin(world, folder, port, ours=not classes)
+    make = of_transformers if classes else small.trainer
+    found = {}
+    for name, trainer in small.ways(make, *classes or (Trainer, TrainingArguments)):
+        trainer.train()
+        keys = ("loss", "grad_norm", "eval_loss", "eval_seen", "norm", "epoch")
+        found[name] = [entry[key] for entry in trainer.state.log_history for key in keys if key in entry]
+    return found
+
+
+def test_ways_to_write_a_script_give_the_logs_of_one_transformers_process(processes, tmp_path):
+    classes = transformers.Trainer, transformers.TrainingArguments
+    (one,) = processes.run(1, logs_of_ways, tmp_path, None, *classes)
+    for two in processes.run(2, logs_of_ways, tmp_path, free_port()):
+        for name, expected in one.items():
+            tolerance = TOLERANCE if name == "bfloat16" else 1e-4
+            assert two[name] == pytest.approx(expected, rel=tolerance), name
+
+
+def built_by_rank(world, folder, port):
+    """The loss of a training whose model each rank builds at random, and the error of data that each rank draws."""
+    begin(world, folder, port)
+    torch.manual_seed(world.rank)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small.SIZES))
+    trainer = small.trainer(model)
+    trainer.train()
+    drawn = small.with_labels(small.rows(9)[world.rank :])
+    with pytest.raises(InputError) as caught:
+        small.trainer(eval_dataset=drawn, eval_strategy="epoch").train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], str(caught.value)
+
+
+def test_ranks_train_the_weights_of_rank_0_and_must_read_the_same_data(processes, tmp_path):
+    (expected,) = processes.run(1, of_rank_0_alone, tmp_path, None)
+    for losses, error in processes.run(2, built_by_rank, tmp_path, free_port()):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert error.startswith("eval_dataset: ranks ")
+        assert "have 9 and 8 samples" in error or "have 8 and 9 samples" in error
+
+
+def of_rank_0_alone(world, folder, port):
+    begin(world, folder, port)
+    torch.manual_seed(0)
+    trainer = small.trainer(transformers.LlamaForCausalLM(transformers.LlamaConfig(**small.SIZES)))
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def losses_of_sampled(world, folder, port, *classes):
