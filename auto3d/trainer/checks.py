@@ -1,10 +1,13 @@
 """Checks of a dataset before its training starts, through the same road that the training takes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from math import isclose, isfinite
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -13,6 +16,9 @@ from auto3d.errors import InputError
 from auto3d.runtime.waiting import waiting_for
 from auto3d.trainer.rank_zero import of_rank_0
 from auto3d.trainer.samples import CollatedData, bytes_of
+
+MOST_FLOPS = 1e11  # of a forward that only a check runs
+ALIKE = 1e-4  # difference of two losses that rounding may explain
 
 
 def check_samples(data: CollatedData, main: str, *, timeout_s: float) -> None:
@@ -48,6 +54,37 @@ def check_same_data(data: CollatedData, name: str, *, timeout_s: float) -> None:
                 f"{name}: ranks {dist.get_rank()} and {rank} have {what}; seed what draws or shuffles it, and sort "
                 "what comes from a set or a folder"
             )
+
+
+def check_padding(model: nn.Module, loss_of: Callable[..., Any], data: CollatedData, main: str) -> None:
+    """Raise InputError if the loss of the shortest sample is another one where it is padded.
+
+    It is one where ``model`` takes places that are padded into account, such as a mean over all of them. ``loss_of``
+    takes the model and a batch. Nothing is compared where that is not cheap, fails, or gives no number.
+    """
+    parameters = list(model.parameters())
+    padding = data.padding
+    if padding is None or any(parameter.is_meta for parameter in parameters):
+        return
+    shortest = min(extremes(data.dataset, main), key=lambda place: len(data.dataset[place][main]), default=None)
+    if shortest is None or 2 * padding.length * sum(each.numel() for each in parameters) > MOST_FLOPS:
+        return
+    was_training = [part for part in model.modules() if part.training]
+    model.eval()
+    losses = [float("nan")]
+    try:
+        with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=()):
+            plain = replace(data, padding=None).collated([shortest], [0, 0])
+            losses = [float(loss_of(model, dict(batch))) for batch in (plain, padding(plain))]
+    finally:
+        for part in was_training:
+            part.training = True
+    if all(map(isfinite, losses)) and not isclose(*losses, rel_tol=ALIKE, abs_tol=ALIKE):
+        raise InputError(
+            f"TrainingArguments.sequence_length: the loss of sample {shortest} is {losses[0]:.6g}, and {losses[1]:.6g} "
+            f"where it is padded to {padding.length}: the model takes places into account that its attention_mask "
+            "leaves out; let it mask them, or make all samples equally long"
+        )
 
 
 def extremes(dataset: Any, main: str) -> list[int]:

@@ -32,7 +32,7 @@ from auto3d.trainer.callbacks import (
     is_users,
     name_of,
 )
-from auto3d.trainer.checks import check_same_data, check_samples, limits_of
+from auto3d.trainer.checks import check_padding, check_same_data, check_samples, limits_of
 from auto3d.trainer.evaluation import Evaluation, check_batches, check_evaluation, evaluated, metrics_of, shifts_labels
 from auto3d.trainer.folders import check_complete, last_complete, load_rates, load_weights, write_state
 from auto3d.trainer.instance import kept_by_forward, separate
@@ -379,6 +379,11 @@ class Trainer(transformers.Trainer):
         )
         data = self._collated(loader, order).with_shapes()
         check_samples(data, self._main_input, timeout_s=self.args.ddp_timeout)
+        of_rank_0(
+            lambda: check_padding(self.model, self.compute_loss, data, self._main_input),
+            "to compare a loss with and without padding",
+            timeout_s=self.args.ddp_timeout,
+        )
         return data
 
     def _collated(self, loader: Any, order: TrainOrder | InOrder) -> CollatedData:

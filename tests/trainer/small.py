@@ -450,6 +450,29 @@ def ways(make, base, arguments):
     yield "a collator", make(collator=popping, remove_unused_columns=False)
 
 
+class Averages(torch.nn.Module):
+    """Classifies a text by the mean over all places."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(64, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, input_ids, labels, attention_mask=None):
+        return {"loss": torch.nn.functional.cross_entropy(self.head(self.embed(input_ids).mean(1)), labels)}
+
+
+def averaged():
+    tokens = tokenizer()
+
+    def collate(samples):
+        batch = tokens.pad({"input_ids": [sample["input_ids"] for sample in samples]}, return_tensors="pt")
+        return {**batch, "labels": torch.tensor([sample["labels"] for sample in samples])}
+
+    data = [{"input_ids": row, "labels": number % 3} for number, row in enumerate(rows(ragged=True))]
+    options = {"sequence_length": 16, "processing_class": tokens, "remove_unused_columns": False}
+    return trainer(Averages(), data, collator=collate, **options)
+
+
 class Growing:
     """A collator that counts its batches."""
 
@@ -750,6 +773,7 @@ def accumulating():
 
 FAULTS |= {
     "a collator that counts": (lambda: trainer(collator=Growing()), "data_collator: batches: it changes as a batch is"),
+    "a mean over padding": (averaged, "sequence_length: the loss of sample "),
     "a collator with the model": (with_targets_of_the_model, "data_collator uses the model, whose weights are in the"),
     "an attribute of a forward": (
         lambda: trainer(Parts(), callbacks=[ReadsPart()]),
