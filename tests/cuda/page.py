@@ -160,7 +160,8 @@ precisions, which a program then could not say.
 GPT-2 of 124 million parameters in bfloat16, 32 sequences of 1,024 tokens per iteration (`tests/cuda/gpt2.yaml`).
 *auto3d*: `auto3d sweep tests/cuda/gpt2.yaml`. *plain*: a loop of plain PyTorch with fused AdamW
 (`python -m tests.cuda.plain tests/cuda/gpt2.yaml`), which ran in another session, on another machine of the same kind:
-at micro-batches of 1 and 4 the host is the slower part, and its speed differs between machines. *peak*: bytes of live
+at micro-batches of 1 and 4 the host is the slower part, and its speed differs between machines: on the machine of the
+next section auto3d took 1.429 s at a micro-batch of 1. *peak*: bytes of live
 tensors; *on the device*: with all that torch's allocator holds, CUDA's context and NCCL's buffers. The predictions are
 from before anything was measured on the machine: `recipes/accelerators/H100-80GB.yaml` describes another system's host,
 which launches operations more slowly, and nothing there said that products with a vocabulary of 50,257 are slow, as the
