@@ -35,6 +35,6 @@ SET = MeasuredSet(
     words="The only set that this project measured, on two machines: with a micro-batch of 1 their hosts took 0.93 and "
     "1.43 s, so a prediction that does not know the host cannot be nearer than a quarter to both. The figures of the "
     "device were fitted to nanotron.",
-    open="This page is made by a torch without CUDA, which captures bfloat16 by a CPU's rules: on a GPU more is kept in "
-    "float32, so time and memory of large micro-batches are predicted too low here.",
+    open="This page is made by a torch without CUDA, which captures bfloat16 by a CPU's rules: on a GPU more is kept "
+    "in float32, so time and memory of large micro-batches are predicted too low here.",
 )
