@@ -17,6 +17,7 @@ from auto3d.cluster import Cluster
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.joined import joined_world
+from auto3d.runtime.waiting import PeerLostError
 from auto3d.runtime.world import World, leave_or_end
 from auto3d.schedule import SCHEDULES, parse_schedule
 from auto3d.search.space import Candidate, SearchSpace
@@ -25,6 +26,7 @@ from auto3d.trainer.together import ENDED, TOGETHER
 AUTO = "auto"
 OTHERS_S = 1.0  # time in which a launcher ends the other ranks after one has failed
 INPUT_ERROR = 2  # exit code after an error of the user, as of the command line
+LOST = 1  # exit code after another rank was lost, as after an exception
 CHOICES = tuple(
     name for name in Candidate.__dataclass_fields__ if name not in ("dp", "tp", "pp", "micro_batch_size", "engine")
 )
@@ -148,23 +150,26 @@ def _check_synchronous(schedule: str) -> None:
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """sys.excepthook: an InputError is one line and exit code 2; anything else keeps its traceback.
+    """sys.excepthook: an InputError is one line and exit code 2, the loss of another rank one line and exit code 1;
+    anything else keeps its traceback.
 
     All ranks raise most of them. So ranks other than 0 wait first, in which their launcher ends them if rank 0 failed.
     """
     global _failed
     _failed = True
-    if not isinstance(error, InputError):
+    if not isinstance(error, InputError | PeerLostError):
         sys.__excepthook__(kind, error, trace)
         return
     if _rank:
         sleep(OTHERS_S)
     rank = f"rank {_rank}: " if _rank else ""
     # torch's own hook, set when the ranks join, catches sys.stderr and would lose the line by an exit in here.
-    print(f"auto3d: {rank}{error}", file=sys.__stderr__, flush=True)
+    why = "" if isinstance(error, InputError) else "; the error of the rank that ended says why"
+    print(f"auto3d: {rank}{error}{why}", file=sys.__stderr__, flush=True)
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    os._exit(INPUT_ERROR)  # Python's shutdown would destroy the process groups, which may abort the process
+    code = INPUT_ERROR if isinstance(error, InputError) else LOST
+    os._exit(code)  # Python's shutdown would destroy the process groups, which may abort the process
 
 
 def _leave() -> None:

@@ -473,6 +473,14 @@ def averaged():
     return trainer(Averages(), data, collator=collate, **options)
 
 
+class Raises(TrainerCallback):
+    """Ends the last rank in the second step."""
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == 1 and args.process_index == args.world_size - 1:
+            raise OSError("no space left")
+
+
 class Growing:
     """A collator that counts its batches."""
 
@@ -798,7 +806,9 @@ FAULTS |= {
     "a callback writes on one rank": (changing(write_on_one_rank), "change it alike on all ranks"),
 }
 
+ENDINGS = {"a rank raises": (lambda: trainer(callbacks=[Raises()]), "OSError: no space left")}
+
 
 if __name__ == "__main__":
     init(pp=2)
-    FAULTS[sys.argv[1]][0]().train()
+    (FAULTS | ENDINGS)[sys.argv[1]][0]().train()

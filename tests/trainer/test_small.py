@@ -410,19 +410,33 @@ def test_faults_are_found_before_training_starts(part, processes, tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", small.FAULTS)
-def test_a_fault_is_one_line_and_exit_code_2_of_a_real_script(name, tmp_path):
+def of_real_script(name, folder):
     torchrun = Path(sys.executable).parent / "torchrun"
     environment = {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1", "PATH": str(torchrun.parent)}
-    done = subprocess.run(
+    return subprocess.run(
         [torchrun, "--nproc-per-node=2", f"--master-port={free_port()}", "-m", "tests.trainer.small", name],
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
         env=environment | {"HF_HUB_OFFLINE": "1"},
     )
+
+
+@pytest.mark.parametrize("name", small.FAULTS)
+def test_a_fault_is_one_line_and_exit_code_2_of_a_real_script(name, tmp_path):
+    done = of_real_script(name, tmp_path)
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "auto3d: " in line]
     assert len(lines) in (1, 2), done.stderr  # the second is rank 1's, if rank 0 was slow to end
     assert all(small.FAULTS[name][1] in line for line in lines)
     assert "exitcode  : 2" in done.stderr, done.stderr
     assert "{'loss'" not in done.stdout or name == "another model"
+
+
+def test_an_error_on_one_rank_is_the_only_traceback_of_a_real_script(tmp_path):
+    error = of_real_script("a rank raises", tmp_path).stderr
+    assert "OSError: no space left" in error
+    of_ranks, _, _ = error.partition("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")
+    assert not [line for line in of_ranks.splitlines() if line.startswith("[rank0]: Traceback")], error
+    lines = [line for line in of_ranks.splitlines() if line.startswith("auto3d: ")]
+    assert len(lines) <= 1, "rank 0's, if torchrun was slow to end it"
+    assert all("the error of the rank that ended says why" in line for line in lines)
