@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from auto3d import Trainer, TrainingArguments, init
 from auto3d.errors import InputError
 from auto3d.trainer.together import ENDED, TOGETHER
+from tests.soak import soak
 from tests.trainer import small
 from tests.trainer.scripts import EXAMPLES, as_rank, free_port
 
@@ -300,7 +301,7 @@ def live_in_one_process(processes, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "degrees",
-    [{"pp": 2}, {"dp": 2, "pp": 2}, {"tp": 2}, {"dp": 2, "shard_optimizer": True}],
+    [{"pp": 2}, {"tp": 2}, {"dp": 2, "shard_optimizer": True}, *soak({"dp": 2, "pp": 2})],
     ids=str,
 )
 def test_what_a_callback_changes_holds_as_in_one_transformers_process(
