@@ -5,6 +5,7 @@ found after its event, and the pipeline follows, or the change is refused.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,6 +56,13 @@ def _events_of(callbacks: Iterable[Any], words: set[str]) -> set[str]:
     }
 
 
+def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+    """The names whose values differ, also those that only one of the two has."""
+    return [
+        name for name in {**before, **after} if name not in before or name not in after or before[name] != after[name]
+    ]
+
+
 class PipelineCallbacks(CallbackHandler):
     """``handler``, whose users' callbacks see and change what ``pipeline`` trains.
 
@@ -77,12 +85,11 @@ class PipelineCallbacks(CallbackHandler):
             self._pipeline.gather()
         if event not in self.followed or event in _AFTER:
             return self._called(event, args, state, control, **named)
-        before = {kind: dict(look(args)) for kind, look in self._looks.items()}
+        looks = {kind: look for kind, look in self._looks.items() if kind != VALUES or event in self.with_weights}
+        before = {kind: dict(look(args)) for kind, look in looks.items()}
         control = self._called(event, args, state, control, **named)
-        changed = {
-            kind: [what for what, value in look(args) if before[kind].get(what, value) != value]
-            for kind, look in self._looks.items()
-        }
+        after = {kind: dict(look(args)) for kind, look in looks.items()}
+        changed = {kind: _differing(before[kind], after[kind]) for kind in looks}
         self._follow(changed, event, args.ddp_timeout)
         return control
 
@@ -106,18 +113,17 @@ class PipelineCallbacks(CallbackHandler):
         of_ranks = of_all_ranks([len(each) for each in changed.values()], torch.int64, timeout_s=timeout_s)
         on_any = dict(zip(changed, of_ranks.sum(dim=0).tolist(), strict=True))
         on_all = (of_ranks == of_ranks[0]).all()
-        what = next((each for kind in (FIXED, *changed) for each in changed[kind]), None)
+        what = next(chain.from_iterable(changed.values()), "something on another rank")
         if on_any[FIXED] or not on_all:
             because = "which a pipeline cannot follow; change it before train()"
             if not on_any[FIXED]:
                 because = "and another rank did not; change it alike on all ranks"
             raise InputError(
-                f"callbacks: {self._users_of(event)}.{event}: it changed {what or 'something on another rank'} during "
-                f"the training, {because}"
+                f"callbacks: {self._users_of(event)}.{event}: it changed {what} during the training, {because}"
             )
         if on_any[TRAITS]:
             self._start_again()
-        elif on_any[VALUES]:
+        elif on_any.get(VALUES):
             self._pipeline.scatter()
         if on_any[RATES] or on_any[TRAITS]:
             assert self.lr_scheduler is not None

@@ -47,7 +47,7 @@ def write_state(
 def load_rates(folder: Path, schedule: LambdaLR) -> None:
     """Give ``schedule``, which is after the steps of the checkpoint in ``folder``, the rates of then.
 
-    A callback may have set them. Checkpoints of before auto3d 0.3 have none.
+    A callback may have set them. Checkpoints of auto3d 0.2.0 have none.
     """
     step = newest(folder)
     assert step is not None, "a training goes on from it"

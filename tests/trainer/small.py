@@ -714,7 +714,21 @@ class Rebuilds(TrainerCallback):
             named["lr_scheduler"].base_lrs = [base * 2 for base in named["lr_scheduler"].base_lrs]
 
 
-LIVE = {"swaps": Swaps, "doubles": Doubles, "thaws": Thaws, "slows": Slows, "rebuilds": Rebuilds}
+class Scales(TrainerCallback):
+    """Gives a module an attribute that it did not have."""
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        if state.global_step == 2:
+            model.model.norm.scale = 0.5
+
+
+def scaled():
+    model = llama()
+    model.model.norm.register_forward_hook(lambda norm, inputs, output: output * getattr(norm, "scale", 1.0))
+    return model
+
+
+LIVE = {"swaps": Swaps, "doubles": Doubles, "thaws": Thaws, "slows": Slows, "rebuilds": Rebuilds, "scales": Scales}
 
 
 def live(make, name, **options):
@@ -726,7 +740,8 @@ def live(make, name, **options):
         "eval_strategy": "steps",
         "eval_steps": 1,
     }
-    return make(eval_dataset=with_labels(rows(8)), callbacks=[LIVE[name]()], **defaults | options)
+    model = scaled() if name == "scales" else llama()
+    return make(model, eval_dataset=with_labels(rows(8)), callbacks=[LIVE[name]()], **defaults | options)
 
 
 def padded_left():
