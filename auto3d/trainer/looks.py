@@ -3,6 +3,7 @@
 import dis
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from inspect import CO_VARARGS, CO_VARKEYWORDS, unwrap
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -10,9 +11,7 @@ from typing import Any
 from torch import nn
 
 OF_MODEL = frozenset({"model", "trainer"})  # names by which a script has the model
-_LIBRARIES = {*sys.stdlib_module_names, "accelerate", "auto3d", "datasets", "numpy", "torch", "transformers"} - {
-    "__main__"
-}
+_LIBRARIES = {*sys.stdlib_module_names, "accelerate", "auto3d", "datasets", "numpy", "torch", "transformers"}
 
 
 def may_look(value: Any, words: Iterable[str] = OF_MODEL) -> bool:
@@ -70,6 +69,8 @@ def _functions(value: Any) -> list[FunctionType]:
             waiting.append(each.__func__)
         elif isinstance(each, property):
             waiting.append(each.fget)
+        elif isinstance(each, partial):
+            waiting += [each.func, *each.args, *each.keywords.values()]
         elif not isinstance(each, nn.Module):
             kind = each if isinstance(each, type) else type(each)
             waiting += [one for base in kind.__mro__ if base is not object for one in _methods(base)]
