@@ -5,6 +5,7 @@ of a tensor-parallel rank or of a slice of the sequence, follows from its local 
 layers has one entry per layer.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -365,7 +366,8 @@ def _alignment(graph: Graph, node: GraphNode, item_bytes: int) -> int:
     if "conv" in node.operator:  # its matrices are made by the library
         return ALIGNED
     read = _read_shapes(graph, node)
-    state = ((graph.parameters | graph.buffers | graph.constants)[name].shape for name in node.state)
+    values = ChainMap(graph.parameters, graph.buffers, graph.constants)
+    state = (values[name].shape for name in node.state)
     rows = [shape[-1] for shape in (*read, *state, *(value.shape for value in node.outputs)) if len(shape) > 1]
     if "attention" in node.operator:
         rows.append(read[1][-2])  # the scores have a column for each key

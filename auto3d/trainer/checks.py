@@ -17,7 +17,7 @@ from auto3d.runtime.waiting import waiting_for
 from auto3d.trainer.rank_zero import of_rank_0
 from auto3d.trainer.samples import CollatedData, bytes_of
 
-MOST_FLOPS = 1e11  # of a forward that only a check runs
+MOST_FLOPS = 1e11  # a forward that only a check runs has no more
 ALIKE = 1e-4  # difference of two losses that rounding may explain
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from auto3d.capture.block_state import OF_EVERY_MODULE
-from auto3d.capture.empty import buffers_of, empty_model
+from auto3d.capture.empty import EmptyModel, buffers_of, empty_model
 from auto3d.capture.export import InputSpec, quiet_torch
 from auto3d.capture.skeleton import keep_gradient_hooks
 from auto3d.errors import InputError
@@ -77,6 +77,11 @@ def traits_of(model: nn.Module) -> Iterator[tuple[str, object]]:
                 yield f"{name}.{key}", _trait(value)
 
 
+def two_samples(model: EmptyModel, inputs: Mapping[str, InputSpec]) -> dict[str, torch.Tensor]:
+    """Inputs of a forward of ``model`` without values."""
+    return {name: model.zeros((2, *spec.shape), spec.dtype) for name, spec in inputs.items()}
+
+
 def kept_by_forward(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], *, device: str) -> set[str]:
     """Names of the attributes that a forward of the module that ``build`` makes gives another value.
 
@@ -84,7 +89,7 @@ def kept_by_forward(build: Callable[[], nn.Module], inputs: Mapping[str, InputSp
     """
     model = empty_model(build, device)
     model.module.train()
-    arguments = {name: model.zeros((2, *spec.shape), spec.dtype) for name, spec in inputs.items()}
+    arguments = two_samples(model, inputs)
 
     def attributes() -> dict[tuple[str, str], int]:
         return {

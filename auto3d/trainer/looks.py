@@ -80,7 +80,7 @@ def _functions(value: Any) -> list[FunctionType]:
 def _methods(kind: type) -> Iterator[Callable[..., Any]]:
     for value in vars(kind).values():
         if isinstance(value, FunctionType | staticmethod | classmethod | property):
-            yield value  # type: ignore[misc]  # what a property calls counts too
+            yield value  # type: ignore[misc]  # a property's function counts too
 
 
 def _values_of(function: FunctionType) -> Iterator[Any]:

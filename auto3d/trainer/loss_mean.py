@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from auto3d.capture.empty import empty_model
 from auto3d.capture.export import InputSpec, quiet_torch
 from auto3d.errors import InputError
+from auto3d.trainer.instance import two_samples
 from auto3d.trainer.own_loss import ITEMS, OwnLoss, own_loss_of
 
 
@@ -38,7 +39,7 @@ def loss_mean_of(
         return "sum"
     model = empty_model(build, device)
     model.module.train()
-    arguments = {name: model.zeros((2, *spec.shape), spec.dtype) for name, spec in inputs.items()}
+    arguments = two_samples(model, inputs)
     with torch.no_grad(), model.mode:
         items = torch.ones((), dtype=torch.int64, device=device)
         uses = _Uses(items, own_loss_of(model.module))

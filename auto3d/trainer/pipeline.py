@@ -55,8 +55,8 @@ class Pipeline:
         self._is_gathered = True  # whether the model has the pipeline's weights, or what the script made of them
         self._traits: dict[str, object] = {}  # those of the model in ``_planned``
         self._planned: tuple[Plan, CapturedModel] | None = None
-        self._learnt_by: OptimizerSettings | None = None  # what the optimizer was made of
-        self._optimizer_state: dict[str, StatePart] = {}  # of an earlier training, for what is frozen since
+        self._learnt_by: OptimizerSettings | None = None  # settings of the optimizer that has learnt
+        self._optimizer_state: dict[str, StatePart] = {}  # state of parameters that are frozen since
 
     def check_batch(self) -> None:
         """Raise InputError if the arguments say other batch sizes than when the Trainer was made."""

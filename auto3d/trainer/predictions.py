@@ -12,6 +12,7 @@ from auto3d.capture.empty import empty_model
 from auto3d.capture.export import InputSpec
 from auto3d.data.interface import IGNORED
 from auto3d.errors import InputError
+from auto3d.trainer.instance import two_samples
 from auto3d.trainer.samples import items_of
 
 
@@ -21,7 +22,7 @@ def output_names(
     """The entries of the model's result that are predictions: all tensors but the loss and those ``ignored``."""
     model = empty_model(build, device)
     model.module.eval()
-    arguments = {name: model.zeros((2, *spec.shape), spec.dtype) for name, spec in inputs.items()}
+    arguments = two_samples(model, inputs)
     padded = patch.object(torch.backends.mha, "get_fastpath_enabled", lambda: False)  # nested tensors need values
     with torch.no_grad(), model.mode, padded:
         result = model.module(**arguments)

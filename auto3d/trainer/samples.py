@@ -236,7 +236,7 @@ def check_shapes(batch: Mapping[str, torch.Tensor], shapes: Mapping[str, InputSp
 
 def _counters(dataset: Any, collate: Callable[..., Any]) -> dict[str, float]:
     """The numbers that the dataset and the collator hold as attributes."""
-    collate = getattr(collate, "data_collator", collate)  # that of the user's, which transformers has wrapped
+    collate = getattr(collate, "data_collator", collate)  # transformers may have wrapped the user's
     holders = {"train_dataset or eval_dataset": dataset, "data_collator": getattr(collate, "__self__", collate)}
     return {
         f"{who}: {name}": value

@@ -201,7 +201,7 @@ class Trainer(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         with as_one_process():
             super().create_accelerator_and_postprocess()
-        state = PartialState()  # which tells a script that one rank is the main process
+        state = PartialState()  # a script asks it whether its rank is the main process
         state.process_index, state.local_process_index = self.args.process_index, self.args.local_process_index
 
     def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
@@ -388,7 +388,7 @@ class Trainer(transformers.Trainer):
 
     def _collated(self, loader: Any, order: TrainOrder | InOrder) -> CollatedData:
         for name, value in {"dataset": loader.dataset, "data_collator": self.data_collator}.items():
-            if any(part in reached(value) for part in self.model.modules()):
+            if not reached(value).isdisjoint(self.model.modules()):
                 raise InputError(
                     f"Trainer: {name} uses the model, whose weights are in the pipeline while samples are read; "
                     "compute in the model's forward what needs them, or give it a copy of the model"

@@ -38,7 +38,7 @@ def architecture(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
 
         transformers.logging.set_verbosity_error()
         model_class: type[Any] | None = getattr(transformers, name, None)
-    except ImportError as error:  # of a package that it needs
+    except ImportError as error:  # a package that it needs is missing
         raise InputError(f"transformers cannot be imported: {error}; `make setup` installs what it needs") from None
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         near = get_close_matches(name, dir(transformers), n=1)

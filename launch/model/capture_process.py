@@ -48,10 +48,7 @@ class CaptureProcess:
         try:
             result, problem, traceback = self._pipe.recv()
         except EOFError:
-            problem, traceback = (
-                "model: the process that captured it was killed, as the kernel does when memory runs out",
-                "",
-            )
+            problem, traceback = KILLED, ""
         if traceback:
             raise RuntimeError(f"the process that captures models failed:\n{traceback}")
         if problem:
