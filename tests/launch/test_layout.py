@@ -127,6 +127,18 @@ def test_a_class_name_means_one_thing():
     assert {name: found for name, found in files.items() if len(found) > 1} == {}
 
 
+def test_a_mark_is_on_a_test():
+    """pytest takes a mark of a helper without a word, and the tests that it was meant for run in the suite."""
+    lost = [
+        f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for file in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("test_")
+        if any("pytest.mark." in ast.unparse(decorator) for decorator in node.decorator_list)
+    ]
+    assert lost == []
+
+
 def test_a_circle_an_import_up_and_a_file_in_no_room_are_found(tmp_path):
     files = {
         "auto3d/__init__.py": "from auto3d.high.a import value",

@@ -821,9 +821,18 @@ FAULTS |= {
     "a callback writes on one rank": (changing(write_on_one_rank), "change it alike on all ranks"),
 }
 
+FOUND_IN_TRAINING = (  # a step was right before what cannot be followed
+    "another model",
+    "another rate in a second training",
+    "a callback sets an argument",
+    "a callback sets the decay",
+    "a callback writes on one rank",
+)
+
 ENDINGS = {"a rank raises": (lambda: trainer(callbacks=[Raises()]), "OSError: no space left")}
 
 
 if __name__ == "__main__":
     init(pp=2)
+    set_seed(0)
     (FAULTS | ENDINGS)[sys.argv[1]][0]().train()
