@@ -1,8 +1,9 @@
 """Make torch's own bookkeeping of a trace quick.
 
 An export reads the metadata of each parameter and of each new node some forty times, and each read passes three torch
-function modes that are there for the model's code. This took a quarter of the time to capture a deep model. And for
-each new node it reads the source line of every function that is being called, most of which are torch's own.
+function modes that are there for the model's code. This took a quarter of the time to capture a deep model. For each
+new node it reads the source line of every function that is being called, most of which are torch's own. And it writes
+each program that it makes on the way as Python code, which nothing runs.
 """
 
 import traceback
@@ -14,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch.export import _trace
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _traceback
 
@@ -24,10 +26,11 @@ _BOOKKEEPING = ((proxy_tensor, "track_tensor_tree"), (_trace, "_fakify_params_bu
 def quick_bookkeeping() -> Iterator[None]:
     """Let an export inside note the tensors of its nodes, and make its own of the parameters, without modes.
 
-    A frame of a stack trace then gets its source line where it is printed.
+    A frame of a stack trace then gets its source line where it is printed, and a program its code where it is run.
     """
     with ExitStack() as stack:
         stack.enter_context(patch.object(_traceback, "_extract_symbolized_tb", _without_lines))
+        stack.enter_context(_use_lazy_graph_module(True))
         for module, name in _BOOKKEEPING:
             stack.enter_context(patch.object(module, name, _without_modes(getattr(module, name))))
         yield

@@ -4,9 +4,9 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from io import StringIO
@@ -86,6 +86,8 @@ class ExportedModel:
     """Placeholder of a parameter's copy in low precision -> placeholder of the parameter. Both have its name in
     ``parameters``; a run makes the copy once per update."""
     repeated_blocks: int = 0  # calls of repeated blocks whose operations were copied instead of traced
+    told: frozenset[CodeType] = frozenset()
+    """Functions of the model that must be told that they are traced; the others take their eager branches."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -114,16 +116,18 @@ def export(
     device: str = "cpu",
     precision: str = "float32",
     mode: Mode = TRAINING,
+    told: Collection[CodeType] = (),
 ) -> ExportedModel:
     """Export the module that ``build`` makes, in ``mode``, called with ``inputs`` as keyword arguments.
 
     Its code sees tensors of device type ``device``, or of the CPU if torch was built without support for ``device``.
     With a ``precision`` below float32 its program computes what the module does under torch.autocast for that device.
+    ``told`` is that of another export of this module: it saves the tries that found these functions.
     Raises CaptureError if the module cannot be built, fails at this micro-batch size or cannot be traced, if its sizes
     depend on data, if it returns no loss or lacks an output, or if it writes in place in a way that cannot be
     rewritten.
     """
-    return export_with(build, inputs, micro_batch_size, device, precision, mode, copy_repeats=True)
+    return export_with(build, inputs, micro_batch_size, device, precision, mode, told=told, copy_repeats=True)
 
 
 def export_with(
@@ -134,11 +138,12 @@ def export_with(
     precision: str,
     mode: Mode,
     *,
+    told: Collection[CodeType] = (),
     copy_repeats: bool,
 ) -> ExportedModel:
     """Export like ``export``. Without ``copy_repeats``, every block is traced; the result is the same."""
 
-    aware: set[CodeType] = set()  # functions that read data unless they know that they are traced
+    aware = set(told)  # functions that read data unless they know that they are traced
 
     def once(askers: Mapping[CodeType, set[CodeType]] | None = None) -> ExportedModel:
         """One try. Where copies of blocks may be why it fails, and no function of ``askers``, it traces every block."""
@@ -155,7 +160,7 @@ def export_with(
     while True:
         with answered_as_eager(but=aware) as askers:
             try:
-                return once(askers)
+                return replace(once(askers), told=frozenset(aware))
             except CaptureError as error:
                 failed_in = failing_function(error)
         if not (functions := misled(failed_in, askers, aware)):

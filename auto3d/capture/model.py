@@ -1,7 +1,8 @@
 """The entry point: capture an unmodified model at one micro-batch size as a program and the Graph that describes it."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -60,6 +61,7 @@ class CapturedModel:
             device=exported.device,
             precision=exported.precision,
             mode=mode,
+            told=exported.told,
         )
 
 
@@ -71,12 +73,14 @@ def capture(
     device: str = "cpu",
     precision: str = "float32",
     mode: Mode = TRAINING,
+    told: Collection[CodeType] = (),
 ) -> CapturedModel:
     """Capture the module that ``build`` makes, in ``mode``, called with ``inputs`` of ``micro_batch_size`` samples.
 
     Branches of its code on the batch size or on the device type are resolved for these. A ``precision`` of
-    "bfloat16" or "float16" is that of torch.autocast; parameters stay as they are. Raises CaptureError like ``export``.
+    "bfloat16" or "float16" is that of torch.autocast; parameters stay as they are. ``told`` and errors are those of
+    ``export``.
     """
     with garbage_collection_paused():
-        exported = export(build, inputs, micro_batch_size, device=device, precision=precision, mode=mode)
+        exported = export(build, inputs, micro_batch_size, device=device, precision=precision, mode=mode, told=told)
         return CapturedModel(graph=describe(exported), exported=exported)

@@ -4,11 +4,12 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import CodeType
 
 import torch
 from torch import nn
@@ -32,12 +33,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from configurat
 
 
 def captured_model(
-    recipe: LoadedRecipe, micro_batch_size: int, *, folder: Path | None = None, fresh: bool = False
+    recipe: LoadedRecipe,
+    micro_batch_size: int,
+    *,
+    folder: Path | None = None,
+    fresh: bool = False,
+    told: Collection[CodeType] = (),
 ) -> CapturedModel:
     """The recipe's model, captured for micro-batches of ``micro_batch_size`` samples.
 
     It is read from its copy in ``folder``, or from the cache. If neither has a valid one, or with ``fresh``, it is
-    captured and stored in the cache.
+    captured, with ``told`` as for ``export``, and stored in the cache.
     """
     if device(recipe.values) == "cpu":
         hide_devices()
@@ -45,9 +51,10 @@ def captured_model(
         build = build_function(recipe)
         captured = None if fresh else stored_program(recipe, micro_batch_size, build, folder)
         if captured is None:
-            captured = _captured_now(recipe, build, micro_batch_size)
+            captured = _captured_now(recipe, build, micro_batch_size, told)
             store_program(recipe, captured)
-    return replace(captured, at_size=partial(captured_model, recipe, folder=folder, fresh=fresh))
+    at_size = partial(captured_model, recipe, folder=folder, fresh=fresh, told=captured.exported.told)
+    return replace(captured, at_size=at_size)
 
 
 def stored_model(recipe: LoadedRecipe, micro_batch_size: int, *, folder: Path | None = None) -> CapturedModel | None:
@@ -64,11 +71,13 @@ def stored_model(recipe: LoadedRecipe, micro_batch_size: int, *, folder: Path | 
     return None if stored is None else replace(stored, at_size=partial(captured_model, recipe, folder=folder))
 
 
-def _captured_now(recipe: LoadedRecipe, build: Callable[[], nn.Module], micro_batch_size: int) -> CapturedModel:
+def _captured_now(
+    recipe: LoadedRecipe, build: Callable[[], nn.Module], micro_batch_size: int, told: Collection[CodeType]
+) -> CapturedModel:
     try:
         specs = data_settings(recipe.values).input_specs()
         precision = recipe.values.training.precision
-        return capture(build, specs, micro_batch_size, device=device(recipe.values), precision=precision)
+        return capture(build, specs, micro_batch_size, device=device(recipe.values), precision=precision, told=told)
     except CaptureError as error:
         if recipe.values.model.architecture and (key := unset_key(recipe, str(error))):
             problem = f"none given, and the model needs it: give a value, such as 0 for the id of a token ({error})"

@@ -195,7 +195,9 @@ class PlanningModel:
 
         captured = self._programs.pop(micro_batch_size, None)
         if captured is None:
-            captured = (self._captured_at or partial(captured_model, self._recipe, fresh=self._fresh))(micro_batch_size)
+            last = next(reversed(self._programs.values()), None)  # it knows what another capture had to find out
+            afresh = partial(captured_model, self._recipe, fresh=self._fresh)
+            captured = (self._captured_at or (last and last.at_size) or afresh)(micro_batch_size)
         self._programs[micro_batch_size] = captured
         for oldest in list(self._programs)[:-_KEPT]:
             del self._programs[oldest]

@@ -11,11 +11,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.fx import graph_module
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.describe import describe
 from auto3d.capture.export import TRAINING, ExportedModel, InputSpec, Mode, export, export_with
+from auto3d.capture.model import capture
 from auto3d.errors import InputError
 from auto3d.garbage import garbage_collection_paused
 from tests.soak import soak
@@ -610,3 +612,17 @@ def test_zoo(entry, monkeypatch):
     monkeypatch.setattr(transformers_classes, "build", deeper)
     for precision in ("float32", "bfloat16"):
         check(entry.build, entry.data.input_specs(), precision=precision)
+
+
+def test_a_capture_at_another_size_knows_what_the_first_found_out():
+    first = capture(BranchesOnData, SEQUENCES, 2)
+    with patch.object(torch.export, "export", wraps=torch.export.export) as traced:
+        other = first.at(3)
+    assert traced.call_count == 1
+    assert other.graph.fingerprint == capture(BranchesOnData, SEQUENCES, 3).graph.fingerprint
+
+
+def test_an_export_writes_only_its_result_as_code():
+    with patch.object(graph_module, "_exec_with_source", wraps=graph_module._exec_with_source) as written:
+        export(Stack, SEQUENCES, 2)
+    assert written.call_count == 1
