@@ -86,6 +86,7 @@ class ExportedModel:
     """Placeholder of a parameter's copy in low precision -> placeholder of the parameter. Both have its name in
     ``parameters``; a run makes the copy once per update."""
     repeated_blocks: int = 0  # calls of repeated blocks whose operations were copied instead of traced
+    results: Mapping[str, type] = field(default_factory=dict)  # what the module's result, a mapping, holds under a name
     told: frozenset[CodeType] = frozenset()
     """Functions of the model that must be told that they are traced; the others take their eager branches."""
 
@@ -223,6 +224,7 @@ def _export(
     leave_masks_to_kernel(program)
     loss = _find_loss(module, exported)
     outputs = {name: _find_output(module, exported, name) for name in mode.outputs}
+    results = _results(exported)
     gradients = _reached_by_gradient(loss)
     if not mode.loss:
         loss = next(iter(outputs.values()))
@@ -260,6 +262,7 @@ def _export(
         precision=precision,
         copies=copies,
         repeated_blocks=repeated,
+        results=results,
     )
 
 
@@ -463,9 +466,7 @@ def _find_output(model: nn.Module, exported: torch.export.ExportedProgram, name:
     node = _named_output(exported, name)
     if isinstance(node, fx.Node) and node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor):
         return node
-    outputs: Any = pytree.tree_unflatten(
-        list(exported.graph_module.graph.output_node().args[0]), exported.call_spec.out_spec
-    )
+    outputs = _result(exported)
     found = f"it has {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else "it is no mapping"
     raise CaptureError(
         f"{type(model).__name__} gives no output {name}: its result must be a dict or an object with a tensor of this "
@@ -473,8 +474,18 @@ def _find_output(model: nn.Module, exported: torch.export.ExportedProgram, name:
     )
 
 
+def _result(exported: torch.export.ExportedProgram) -> Any:
+    """The module's result, with nodes in place of tensors."""
+    return pytree.tree_unflatten(list(exported.graph_module.graph.output_node().args[0]), exported.call_spec.out_spec)
+
+
+def _results(exported: torch.export.ExportedProgram) -> dict[str, type]:
+    result = _result(exported)
+    entries = result.items() if isinstance(result, Mapping) else ()
+    return {name: torch.Tensor if isinstance(value, fx.Node) else type(value) for name, value in entries}
+
+
 def _named_output(exported: torch.export.ExportedProgram, name: str) -> Any:
     """What the module's result holds under ``name``; None if it has no such entry."""
-    outputs = exported.graph_module.graph.output_node().args[0]
-    result: Any = pytree.tree_unflatten(list(outputs), exported.call_spec.out_spec)
+    result = _result(exported)
     return result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)

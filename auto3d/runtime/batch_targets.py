@@ -8,7 +8,7 @@ from auto3d.capture.graph import BATCH_STATISTICS, Graph
 from auto3d.capture.loss_terms import ACCEPTED, LossTerms
 from auto3d.data.interface import IGNORED
 from auto3d.errors import InputError
-from auto3d.runtime.settings import LOSS_MEANS, LOSSES_OF_TRANSFORMERS, TrainingSettings
+from auto3d.runtime.settings import LOSS_MEANS, LOSSES_OF_TRANSFORMERS, SUMMED_ITEMS, TrainingSettings
 from auto3d.schedule.operation import Schedule
 
 
@@ -24,17 +24,31 @@ class BatchTargets:
     @property
     def counts_items(self) -> bool:
         """Whether the loss is divided by the number of targets that the data says, instead of those of a term."""
-        return self.loss_mean == "items" and bool(self.terms.counted)
+        return self.loss_mean == SUMMED_ITEMS or (self.loss_mean == "items" and bool(self.terms.counted))
+
+    @property
+    def waits(self) -> bool:
+        """Whether updates must wait until the number of targets is known."""
+        return self.vary or self.loss_mean == SUMMED_ITEMS
 
     def fraction(self, counts: Sequence[float], iteration: int, *, is_updated: bool) -> float:
         """The fraction of the places for targets that the global batch of ``iteration``, from 1, fills.
 
-        ``counts`` has the number of targets of each term, and then that of items if they count. ``is_updated`` says
+        ``counts`` has the number of targets of each term, and then that of items if they count. Losses that are sums
+        over items are divided by that number instead. ``is_updated`` says
         whether the update did not wait for it. Raises InputError if the terms of the loss would need different ones, so
         that no division of their sum is right, or if the update is wrong because it did not wait.
         """
         if self.loss_mean == "sum":
             return 1.0
+        if self.loss_mean == SUMMED_ITEMS:
+            (items,) = counts
+            if not items:
+                raise InputError(
+                    f"iteration {iteration}: all targets of the global batch are ignored, so the loss is not defined; "
+                    "give each global batch a target"
+                )
+            return items
         counted = self.terms.counted
         if self.counts_items:
             *_, items = counts
@@ -96,6 +110,13 @@ def check_loss(
         return
     if fills:
         check_filled(terms, "the model's loss: last_batch=pad adds samples that must not count")
+    if settings.loss_mean == SUMMED_ITEMS:
+        if schedule.weight_version:
+            raise InputError(
+                f"schedule: found {schedule.name}; the loss is divided by the number of targets of a global batch, "
+                "which is known only when all micro-batches have run; use a synchronous schedule"
+            )
+        return
     if not targets_vary(terms, may_ignore=may_ignore):
         return
     if settings.weighs_micro_batches_alike:

@@ -11,6 +11,7 @@ from torch import fx
 from auto3d.capture.export import ExportedModel
 from auto3d.errors import InputError
 from auto3d.runtime.layout import RankLayout
+from auto3d.runtime.settings import SUMMED_ITEMS
 from auto3d.runtime.waiting import waiting_for
 
 
@@ -73,7 +74,7 @@ class EvaluationLoss:
         if layout.shard == 0:  # the others have computed the same
             for micro_batch, each in made.items():
                 row = rows[layout.first_micro_batch + micro_batch]
-                row[0] = each.loss.item() / layout.replicas
+                row[0] = each.loss.item() / (1 if layout.settings.loss_mean == SUMMED_ITEMS else layout.replicas)
                 row[1] = 0 if each.padding_counts is None else each.padding_counts.item()
                 for number, term in enumerate(layout.target_terms):
                     row[2 + number] = each.counts[number].item() / term.places / layout.replicas

@@ -73,7 +73,7 @@ class Executor:
         self._clip_norm = clip_norm
         self._targets = targets or BatchTargets()
         self._loss_scale = loss_scale or LossScale()
-        self._waits_for_sums = bool(clip_norm) or self._loss_scale.is_used or self._targets.vary
+        self._waits_for_sums = bool(clip_norm) or self._loss_scale.is_used or self._targets.waits
         self._learning_rate = learning_rate  # iteration, from 0 -> the rate of its updates
         self._program = Program(steps=())  # the one that runs
         self._updates: Counter[PipeStage] = Counter()  # updates of each stage in this program
@@ -242,8 +242,6 @@ class Executor:
     def _take_counts(self, iteration: int) -> list[torch.Tensor | float]:
         """How many targets this rank has counted in an iteration of the program, for each counted term of the loss; and
         then how many the data says, if these count."""
-        if not self._targets.terms.counted:
-            return []
         count = self._inputs.micro_batches
         counts: list[torch.Tensor | float] = [0.0 for _ in self._targets.terms.counted]
         for stage in self._stages.values():

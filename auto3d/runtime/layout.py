@@ -20,7 +20,7 @@ from auto3d.runtime.gradient_sync import Holders, holders
 from auto3d.runtime.optimizer_checks import check_optimizer, exempt_names
 from auto3d.runtime.parameter_groups import UpdateRules, update_rules
 from auto3d.runtime.replicas import rank_program, replicas_of_devices, resplit_dimensions
-from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
 from auto3d.schedule.asynchronous import check_trainable, iterations_between_flushes
 from auto3d.schedule.carried_buffers import check_carried_buffers
@@ -95,6 +95,8 @@ class RankLayout:
     def loss_weight(self) -> float:
         """Factor of each micro-batch's loss: their sum over the ranks is then the mean over the batch of an update, or
         the sum, if that is the loss."""
+        if self.settings.loss_mean == SUMMED_ITEMS:
+            return self.schedule.updates
         mean = self.schedule.updates / (self.plan.dp * self.micro_batches * self.replicas)
         return mean * self.plan.dp * self.plan.micro_batches if self.settings.loss_mean == "sum" else mean
 
@@ -227,6 +229,7 @@ def lay_out_plan(
         settings.emulation.check_fits(plan.stages)
     program = rank_program(captured, plan, 1)
     of_ranks = stages if program.tensor is None else cut(program.captured.graph, program.plan.stages)
+    has_terms = settings.emulation is None and settings.loss_mean != SUMMED_ITEMS
     return PlanLayout(
         captured=captured,
         plan=plan,
@@ -234,7 +237,7 @@ def lay_out_plan(
         schedules=tuple(schedules),
         stages=stages,
         replicas=replicas,
-        terms=LossTerms() if settings.emulation is not None else terms_of_slice(captured, first.slices),
+        terms=terms_of_slice(captured, first.slices) if has_terms else LossTerms(),
         rules=rules,
         sample_dimensions=resplit_dimensions(captured, plan, of_ranks),  # last: it may capture the model
     )

@@ -24,10 +24,12 @@ FIRST_LOSS_SCALE = 65536.0
 LOSS_MEANS = ("targets", "micro-batches")
 """The loss of a global batch: the mean over its targets that are not ignored, or the mean of its micro-batches' losses,
 as a loop on one process takes it that divides each loss by their number."""
-LOSSES_OF_TRANSFORMERS = ("items", "sum")
-"""What transformers' Trainer takes where a model's forward takes ``num_items_in_batch``. "items": the sum over targets,
-divided by the number that the data says, and other terms added up over the micro-batches. "sum": the losses of the
-micro-batches added up, because the model does not divide by that number."""
+SUMMED_ITEMS = "summed-items"
+LOSSES_OF_TRANSFORMERS = ("items", "sum", SUMMED_ITEMS)
+"""What transformers' Trainer takes where a model's forward or a script's loss takes ``num_items_in_batch``. "items":
+the sum over targets, divided by the number that the data says, and other terms added up over the micro-batches. "sum":
+the losses of the micro-batches added up, because nothing divides by that number. "summed-items": the same, divided by
+the number of targets that the data says; the loss is a sum over targets to which a label of -100 adds nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

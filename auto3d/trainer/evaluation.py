@@ -11,6 +11,7 @@ from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
 from auto3d.errors import InputError
 from auto3d.runtime.evaluation import evaluate, prepare_evaluation
+from auto3d.runtime.settings import SUMMED_ITEMS
 from auto3d.schedule import samples_at_once
 from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.pipeline import Pipeline
@@ -25,8 +26,8 @@ class Evaluated:
 
     predictions: Any  # an array [samples, …], a tuple of them, or None if none were asked for
     label_ids: Any  # likewise; None if the samples have no labels
-    losses: Sequence[float] | None  # mean over the real targets of each ``at_once`` samples
-    targets: Sequence[float]  # how many these are
+    losses: Sequence[float] | None  # mean over the real targets of each ``at_once`` samples, or their sum
+    targets: Sequence[float]  # how many these are; 1 for a sum
     labels: tuple[np.ndarray, ...]
     at_once: int
 
@@ -78,7 +79,7 @@ def check_evaluation(
                 f"{', '.join(terms.other)} of the loss may depend on which samples are in a batch, and {at_once} run "
                 f"at once, so it must be {at_once}"
             )
-    names = () if loss_only else output_names(pipeline.build, pipeline.inputs, ignored, device=args.device.type)
+    names = () if loss_only else output_names(pipeline.training.rank.common.captured, ignored)
     prepare_evaluation(pipeline.training, outputs=names, loss=has_labels)
     return Evaluation(samples=samples, outputs=names, has_labels=has_labels, at_once=at_once)
 
@@ -112,11 +113,12 @@ def evaluated(
                 f"Trainer: preprocess_logits_for_metrics takes one output; the model has {evaluation.outputs}"
             )
         predictions = [in_batches(preprocess, predictions[0], labels or None, batch)]
+    is_summed = pipeline.settings.loss_mean == SUMMED_ITEMS
     return Evaluated(
         predictions=_one_or_tuple([each.numpy() for each in predictions]),
         label_ids=_one_or_tuple(labels),
         losses=result.losses if has_labels else None,
-        targets=result.targets,
+        targets=[1.0] * len(result.losses) if is_summed else result.targets,
         labels=labels,
         at_once=at_once,
     )

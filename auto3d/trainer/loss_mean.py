@@ -1,20 +1,28 @@
-"""Which loss of a global batch transformers' Trainer takes of a model."""
+"""Which loss of a global batch transformers' Trainer takes of a model, or of a script's own loss."""
 
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
+from math import isclose
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from auto3d.capture.empty import empty_model
+from auto3d.capture.empty import EmptyModel, empty_model
+from auto3d.capture.errors import explain
 from auto3d.capture.export import InputSpec, quiet_torch
+from auto3d.data.interface import IGNORED
 from auto3d.errors import InputError
+from auto3d.runtime.settings import SUMMED_ITEMS
 from auto3d.trainer.instance import two_samples
-from auto3d.trainer.own_loss import ITEMS, OwnLoss, own_loss_of
+from auto3d.trainer.own_loss import ITEMS, SMOOTHING, OwnLoss, own_loss_of
+
+_FEW = 16  # tokens that are enough to try a loss
+_ALIKE = 1e-4  # difference that rounding may explain
 
 
 def loss_mean_of(
@@ -25,35 +33,153 @@ def loss_mean_of(
     is_scaled: bool | None,
     device: str,
 ) -> str:
-    """The ``loss_mean`` of TrainingSettings that transformers has for the model that ``build`` makes.
+    """The ``loss_mean`` of TrainingSettings that transformers has for the model that ``build`` makes, or its OwnLoss.
 
-    ``takes_items`` says that its forward takes ``num_items_in_batch``: transformers then leaves it to the model to
-    divide by that number, and adds up what the micro-batches give, whether the model does or not. ``is_scaled`` is the
-    script's own word for that (Trainer.loss_is_scaled_for_ga), if there is one. Raises InputError for a loss of the
-    script that divides by that number itself.
+    ``takes_items`` says that its forward, or a ``compute_loss_func``, takes ``num_items_in_batch``: transformers then
+    leaves it to them to divide by that number, and adds up what the micro-batches give, whether they do or not.
+    ``is_scaled`` is the script's own word for whether losses are added up (Trainer.loss_is_scaled_for_ga), if there is
+    one.
+
+    Raises InputError where transformers would divide twice, and for a loss of the script that uses the number but is no
+    sum over labels divided by it, or cannot be tried.
     """
     gives_items = takes_items and "labels" in inputs
-    if not (gives_items if is_scaled is None else is_scaled):
-        return "micro-batches"
+    is_added_up = gives_items if is_scaled is None else is_scaled
     if not gives_items:
-        return "sum"
+        return "sum" if is_added_up else "micro-batches"
     model = empty_model(build, device)
     model.module.train()
-    arguments = two_samples(model, inputs)
-    with torch.no_grad(), model.mode:
-        items = torch.ones((), dtype=torch.int64, device=device)
-        uses = _Uses(items, own_loss_of(model.module))
-        try:
-            with uses, quiet_torch():
-                model.module(**arguments, **{ITEMS: items})
-        except Exception:  # code that needs values, such as a choice of experts, has none here
-            return "items" if _may_divide(model.module) else "sum"
-    if uses.by_script:
+    own = own_loss_of(model.module)
+    divided = _divided(model, inputs, own, device=device, may_divide=is_added_up)
+    if is_added_up:
+        return divided
+    if divided != "sum":
         raise InputError(
-            f"Trainer.compute_loss: it uses {ITEMS}, which a pipeline knows only when all micro-batches have run; "
-            "return the mean over the batch, and set loss_is_scaled_for_ga = False"
+            f"Trainer.loss_is_scaled_for_ga: found False, and the loss is divided by {ITEMS}; transformers would divide"
+            " it by gradient_accumulation_steps too: leave it out, or return the mean over the batch"
         )
-    return "items" if uses.found else "sum"
+    return "micro-batches"
+
+
+def _divided(
+    model: EmptyModel, inputs: Mapping[str, InputSpec], own: OwnLoss | None, *, device: str, may_divide: bool
+) -> str:
+    """The ``loss_mean`` of micro-batches that are added up; ``may_divide`` allows a guess where it cannot be tried."""
+    if own is not None and own.of.name == SMOOTHING:
+        return SUMMED_ITEMS  # transformers' LabelSmoother divides
+    if own is not None and (uses := _uses_of(model, _short(inputs), own, device=device)).error is None:
+        inputs = _short(inputs)
+    else:
+        uses = _uses_of(model, inputs, own, device=device)
+    if uses.error is not None:
+        if own is not None and own.of.takes_outputs:
+            raise _not_tried(own, uses.error)
+        return "items" if may_divide and _may_divide(model.module) else "sum"
+    if own is not None and uses.by_script:
+        if uses.by_model:
+            raise InputError(f"Trainer: both compute_loss and the model divide by {ITEMS}; let one of them do it")
+        return _mean_of_own(own, uses.outputs, inputs)
+    return "items" if uses.by_model else "sum"
+
+
+class _Uses(TorchFunctionMode):
+    """Which code takes ``items`` as an operand: the model's, or that of ``own``, a script's loss."""
+
+    def __init__(self, items: torch.Tensor, own: OwnLoss | None) -> None:
+        self._items, self._own = items, own
+        self.by_model = self.by_script = False
+        self.outputs: Any = None  # what the model returned to ``own``
+        self.error: Exception | None = None  # why the code did not run without values
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(each is self._items for each in tree_leaves((args, kwargs or {}))):
+            is_script = self._own is not None and not self._own.in_model
+            self.by_script |= is_script
+            self.by_model |= not is_script
+        return function(*args, **(kwargs or {}))
+
+
+def _uses_of(model: EmptyModel, inputs: Mapping[str, InputSpec], own: OwnLoss | None, *, device: str) -> _Uses:
+    """Who uses the number of items in a forward of ``model`` without values."""
+    items = torch.ones((), dtype=torch.int64, device=device)
+    uses = _Uses(items, own)
+    if own is not None:
+        forward = own.forward
+
+        def recorded(*arguments: Any, **given: Any) -> Any:
+            uses.outputs = forward(*arguments, **given)
+            return uses.outputs
+
+        own.forward = recorded
+    try:
+        with torch.no_grad(), model.mode, uses, quiet_torch():
+            model.module(**two_samples(model, inputs), **{ITEMS: items})
+    except Exception as error:  # code that needs values, such as a choice of experts, has none here
+        uses.error = error
+    if own is not None:
+        own.forward = forward
+    return uses
+
+
+def _short(inputs: Mapping[str, InputSpec]) -> dict[str, InputSpec]:
+    """The same with sequences of whole numbers cut to a few."""
+    return {
+        name: replace(spec, shape=(min(spec.shape[0], _FEW),))
+        if len(spec.shape) == 1 and not spec.dtype.is_floating_point
+        else spec
+        for name, spec in inputs.items()
+    }
+
+
+def _mean_of_own(own: OwnLoss, outputs: Any, inputs: Mapping[str, InputSpec]) -> str:
+    """The ``loss_mean`` of a loss that uses the number of items, tried on random ``outputs`` of the model.
+
+    Raises InputError if it does not divide a sum by that number.
+    """
+    with torch.random.fork_rng(devices=()), torch.no_grad():
+        torch.manual_seed(0)
+        outputs = tree_map_only(torch.Tensor, lambda value: _random(tuple(value.shape), value.dtype), outputs)
+        batch = {name: _random((2, *spec.shape), spec.dtype) for name, spec in inputs.items()}
+        labels = batch["labels"]
+        some = torch.rand(labels.shape) < 0.5
+        some.view(-1)[0], some.view(-1)[-1] = True, False
+
+        def loss(items: int, labels: torch.Tensor) -> float:
+            result = own(**batch | {"labels": labels}, **{ITEMS: torch.tensor(items)})
+            return float(result["loss"] if isinstance(result, Mapping) else result[0])
+
+        own.forward = lambda *_, **__: tree_map_only(torch.Tensor, torch.clone, outputs)
+        try:
+            of_one, of_three = loss(1, labels), loss(3, labels)
+            of_parts = [loss(1, labels.masked_fill(part, IGNORED)) for part in (some, ~some)]
+        except Exception as error:
+            raise _not_tried(own, error) from None
+    if isclose(of_one, of_three, rel_tol=_ALIKE):
+        return "sum"
+    if not isclose(of_one, 3 * of_three, rel_tol=_ALIKE):
+        raise InputError(
+            f"Trainer.{own.of.name}: its loss is not inversely proportional to {ITEMS}, which a pipeline knows only "
+            "when all micro-batches have run; divide the whole loss by it, or by nothing"
+        )
+    if not isclose(of_one, sum(of_parts), rel_tol=_ALIKE):
+        raise InputError(
+            f"Trainer.{own.of.name}: it divides by {ITEMS}, and its losses of some labels and of the others, where the "
+            f"rest are {IGNORED}, do not add up to that of all labels; let it be a sum over the labels that are not "
+            f"{IGNORED}"
+        )
+    return SUMMED_ITEMS
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Random numbers; whole ones are 0 or 1."""
+    return torch.randn(shape, dtype=dtype) if dtype.is_floating_point else torch.randint(2, shape).to(dtype)
+
+
+def _not_tried(own: OwnLoss, error: Exception) -> InputError:
+    return InputError(
+        f"Trainer.{own.of.name}: what it does with {ITEMS} cannot be tried on random outputs of the model "
+        f"({explain(error)}); let it use its arguments only, or say TrainingArguments.loss_mean"
+    )
 
 
 def _may_divide(model: nn.Module) -> bool:
@@ -64,17 +190,3 @@ def _may_divide(model: nn.Module) -> bool:
         with suppress(OSError):  # no file has the code
             texts.append(inspect.getsource(forward))
     return any(ITEMS in text or "self.loss_function(" in text for text in texts)
-
-
-class _Uses(TorchFunctionMode):
-    """Finds out whether an operation takes ``tensor``, and whether one of ``own``, a script's loss, does."""
-
-    def __init__(self, tensor: torch.Tensor, own: OwnLoss | None) -> None:
-        self._tensor, self._own = tensor, own
-        self.found = self.by_script = False
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(each is self._tensor for each in tree_leaves((args, kwargs or {}))):
-            self.found = True
-            self.by_script |= self._own is not None and not self._own.in_model
-        return function(*args, **(kwargs or {}))

@@ -1,24 +1,44 @@
-"""The loss that a script's ``compute_loss`` computes, as the forward of the model, so that a pipeline captures it."""
+"""The loss that ``Trainer.compute_loss`` computes, as the forward of the model, so that a pipeline captures it.
+
+It is a script's own method, or that of transformers with a ``compute_loss_func`` or label smoothing.
+"""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from auto3d.errors import InputError
 
 ITEMS = "num_items_in_batch"
+SMOOTHING = "label_smoothing_factor"
 
-ComputeLoss = Callable[..., Any]
-"""``Trainer.compute_loss``; with return_outputs=True it gives (the loss, what the model returned)."""
+
+@dataclass(frozen=True)
+class ComputeLoss:
+    """A loss that is not the model's own."""
+
+    call: Callable[..., Any]
+    """``Trainer.compute_loss``; with return_outputs=True it gives (the loss, what the model returned)."""
+    name: str  # what a script has given: compute_loss, compute_loss_func or SMOOTHING
+
+    @property
+    def takes_outputs(self) -> bool:
+        """Whether it is computed from what the model returns without labels."""
+        return self.name != "compute_loss"
 
 
 class OwnLoss:
-    """Replaces the forward of ``model``: ``compute_loss`` calls the model, whose own forward then runs."""
+    """Replaces the forward of ``model``: ``compute_loss`` calls the model, whose own forward then runs.
 
-    def __init__(self, model: nn.Module, compute_loss: ComputeLoss) -> None:
-        self._model, self._compute_loss = model, compute_loss
-        self._forward: Callable[..., Any] = model.forward
+    If the loss ``is_summed``, it gets 1 for the number of items, by which it divides, and so gives a sum over items.
+    """
+
+    def __init__(self, model: nn.Module, compute_loss: ComputeLoss, *, is_summed: bool = False) -> None:
+        self._model, self.of, self._is_summed = model, compute_loss, is_summed
+        self.forward: Callable[..., Any] = model.forward
         self._computes = False  # whether ``compute_loss`` runs
         self.in_model = False  # whether the model's own forward runs, which it calls
 
@@ -26,13 +46,15 @@ class OwnLoss:
         if self._computes:
             self.in_model = True
             try:
-                return self._forward(*arguments, **inputs)
+                return self.forward(*arguments, **inputs)
             finally:
                 self.in_model = False
         self._computes = True
         try:
             items = inputs.pop(ITEMS, None)
-            loss, outputs = self._compute_loss(self._model, inputs, return_outputs=True, **{ITEMS: items})
+            if items is None and self._is_summed:
+                items = torch.ones((), dtype=torch.int64, device=inputs["labels"].device)
+            loss, outputs = self.of.call(self._model, inputs, return_outputs=True, **{ITEMS: items})
         finally:
             self._computes = False
         if isinstance(outputs, Mapping):
@@ -45,14 +67,16 @@ class OwnLoss:
         )
 
 
-def with_loss(build: Callable[[], nn.Module], compute_loss: ComputeLoss | None) -> Callable[[], nn.Module]:
-    """``build``, whose modules have the loss of ``compute_loss``; None: that of the model."""
+def with_loss(
+    build: Callable[[], nn.Module], compute_loss: ComputeLoss | None, *, is_summed: bool = False
+) -> Callable[[], nn.Module]:
+    """``build``, whose modules have the loss of ``compute_loss``, as OwnLoss says; None: that of the model."""
     if compute_loss is None:
         return build
 
     def built() -> nn.Module:
         model = build()
-        loss = OwnLoss(model, compute_loss)
+        loss = OwnLoss(model, compute_loss, is_summed=is_summed)
 
         def forward(*arguments: Any, **inputs: Any) -> Any:  # torch.export takes functions only
             return loss(*arguments, **inputs)

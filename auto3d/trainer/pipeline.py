@@ -13,7 +13,7 @@ from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import Checkpoints
-from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
+from auto3d.runtime.settings import SUMMED_ITEMS, OptimizerSettings, TrainingSettings
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.training import Training
 from auto3d.trainer.arguments import TrainingArguments
@@ -37,7 +37,7 @@ KEPT = {  # field of OptimizerSettings that an optimizer keeps -> the argument t
 class Pipeline:
     """This rank's part of the pipeline that trains and evaluates ``model``; all ranks call the same methods.
 
-    ``compute_loss`` is a script's own; None: the loss is the model's.
+    It trains ``own_loss``; None: that of the model.
 
     Raises InputError for a model or batch sizes that no pipeline can have.
     """
@@ -46,9 +46,9 @@ class Pipeline:
     settings: TrainingSettings  # settings of the training
     inputs: Mapping[str, InputSpec]  # inputs of a sample, for which the model was captured
 
-    def __init__(self, model: nn.Module, args: TrainingArguments, compute_loss: ComputeLoss | None) -> None:
-        self._model, self._args, self._compute_loss = model, args, compute_loss
-        self.build: Callable[[], nn.Module] = with_loss(build_of(model), compute_loss)
+    def __init__(self, model: nn.Module, args: TrainingArguments, own_loss: ComputeLoss | None) -> None:
+        self._model, self._args, self.own_loss = model, args, own_loss
+        self.build: Callable[[], nn.Module] = with_loss(build_of(model), own_loss)
         self._weights = state_of(model)
         self.batch = batch_of(setup(), args)
         self.training = None
@@ -106,7 +106,7 @@ class Pipeline:
             unify = make_alike if self._planned is None else check_alike
             unify(self._weights, timeout_s=self._args.ddp_timeout)
         if self._planned is None or self.is_outdated:
-            self.build = with_loss(build_of(self._model), self._compute_loss)
+            self.build = with_loss(build_of(self._model), self.own_loss, is_summed=loss_mean == SUMMED_ITEMS)
             self._traits = dict(traits_of(self._model))
             before = self._planned
             again = before and planned_again(*before, self._args, self.build, data.shapes)

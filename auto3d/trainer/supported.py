@@ -39,8 +39,6 @@ class Refused:
 
 Decision = Honoured | WithoutEffect | Refused
 
-_LOSS = "the captured loss is the model's own; compute it in the model's forward"
-_SMOOTHED = "the captured loss is the model's own; smooth it in the model's forward"
 _HUB = Refused("upload the folder that save_model() writes")
 _DDP = Refused("gradients are summed by auto3d's own buckets")
 _SHARDS = Refused("auto3d.init(dp=, tp=, pp=, shard_optimizer=True) says how the model is divided")
@@ -70,7 +68,7 @@ ARGUMENTS: Mapping[str, Decision] = {
     "gradient_accumulation_steps": Honoured(),
     "average_tokens_across_devices": Refused("a loss is the mean over the real targets of the whole batch", (True,)),
     "max_grad_norm": Honoured(),
-    "label_smoothing_factor": Refused(_SMOOTHED, (0.0,)),
+    "label_smoothing_factor": Honoured(),
     "bf16": Honoured(),
     "fp16": Honoured(),
     "bf16_full_eval": _FULL_EVAL,
@@ -194,7 +192,7 @@ TRAINER: Mapping[str, Decision] = {
     "eval_dataset": Honoured(),
     "processing_class": Honoured(),
     "model_init": Refused("pass model="),
-    "compute_loss_func": Refused(_LOSS),
+    "compute_loss_func": Honoured(),
     "compute_metrics": Honoured(),
     "callbacks": Honoured(),
     "optimizers": Refused(
@@ -217,8 +215,6 @@ _MAY_OVERRIDE = f"a subclass of auto3d.Trainer may override {', '.join(sorted(ME
 _OWN_ATTRIBUTES = {
     "optimizer": "each stage makes its own; say by TrainingArguments.optim and learning_rate what it does",
     "lr_scheduler": "each stage follows its own; say by TrainingArguments.lr_scheduler_type what it does",
-    "compute_loss_func": _LOSS,
-    "label_smoother": _SMOOTHED,
 }
 """Attributes of Trainer that transformers would use -> why they are refused, and the remedy."""
 
@@ -249,10 +245,11 @@ def check_overrides(kind: type, base: type) -> None:
             )
 
 
-def check_attributes(trainer: Any, own: Any) -> None:
+def check_attributes(trainer: Any, own: Any, made_with: Mapping[str, Any]) -> None:
     """Raise InputError for what a script has put into ``trainer`` and a pipeline would not use.
 
-    ``own`` is the scheduler of an earlier training, which is no script's; nor is its optimizer.
+    ``own`` is the scheduler of an earlier training, which is no script's; nor is its optimizer. ``made_with`` has other
+    attributes with the values that the trainer was made with.
     """
     for name in vars(trainer):
         if callable(getattr(transformers.Trainer, name, None)):
@@ -262,6 +259,9 @@ def check_attributes(trainer: Any, own: Any) -> None:
     for name, remedy in _OWN_ATTRIBUTES.items():
         if getattr(trainer, name) not in (None, own, getattr(own, "optimizer", None)):
             raise InputError(f"Trainer.{name}: refused: it was set on the trainer, and {remedy}")
+    for name, value in made_with.items():
+        if getattr(trainer, name) is not value:
+            raise InputError(f"Trainer.{name}: refused: it was set on the trainer; say it where the Trainer is made")
 
 
 def own_events(kind: type) -> list[str]:

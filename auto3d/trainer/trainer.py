@@ -22,6 +22,7 @@ from auto3d.runtime.checkpoint import Checkpoints
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.gathered import of_all_ranks
 from auto3d.runtime.optimizer_class import check_resumes
+from auto3d.runtime.settings import SUMMED_ITEMS
 from auto3d.runtime.training import Training, naming_this_rank
 from auto3d.runtime.waiting import waiting_for
 from auto3d.trainer.arguments import TrainingArguments, as_one_process
@@ -38,6 +39,7 @@ from auto3d.trainer.folders import check_complete, last_complete, load_rates, lo
 from auto3d.trainer.instance import kept_by_forward, separate
 from auto3d.trainer.looks import is_of_user, may_look, reached, words_of
 from auto3d.trainer.loss_mean import loss_mean_of
+from auto3d.trainer.own_loss import SMOOTHING, ComputeLoss
 from auto3d.trainer.padding import padding_of
 from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.rank_zero import of_rank_0
@@ -109,8 +111,7 @@ class Trainer(transformers.Trainer):
                 "Trainer: data_collator.seed: its own generator would draw other numbers on each rank; leave it out: "
                 "the numbers follow from args.seed"
             )
-        is_own = type(self).compute_loss is not transformers.Trainer.compute_loss
-        self._pipeline = Pipeline(model, args, self.compute_loss if is_own else None)
+        self._pipeline = Pipeline(model, args, self._own_loss(args, compute_loss_func))
         self._between_steps = False
         self._first_item: int | None = None  # see CollatedData
         self._iterations: Iterator[tuple[int, IterationResult]] = iter(())
@@ -122,11 +123,23 @@ class Trainer(transformers.Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
+            compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         self._train_batch_size = self._pipeline.batch.micro_batch_size
+        self._made_with = {name: getattr(self, name) for name in ("compute_loss_func", "label_smoother")}
+
+    def _own_loss(self, args: TrainingArguments, compute_loss_func: Any) -> ComputeLoss | None:
+        """The loss that is not the model's own, if there is one."""
+        names = {
+            "compute_loss": type(self).compute_loss is not transformers.Trainer.compute_loss,
+            "compute_loss_func": compute_loss_func is not None,
+            SMOOTHING: args.label_smoothing_factor != 0,
+        }
+        name = next((name for name, is_given in names.items() if is_given), None)
+        return None if name is None else ComputeLoss(self.compute_loss, name)
 
     @property
     def plan(self) -> Plan | None:
@@ -150,7 +163,7 @@ class Trainer(transformers.Trainer):
         if self.train_dataset is None:
             raise InputError("Trainer.train: there is no train_dataset; give Trainer(train_dataset=)")
         check_callbacks(self.callback_handler.callbacks)
-        check_attributes(self, self._rate)
+        check_attributes(self, self._rate, self._made_with)
         self._pipeline.check_batch()
         TOGETHER.call("Trainer.train", self.args.ddp_timeout)
         self.is_in_train = True
@@ -419,11 +432,11 @@ class Trainer(transformers.Trainer):
         loss_mean = self.args.loss_mean or loss_mean_of(
             self._pipeline.build,
             data.shapes,
-            takes_items=self.model_accepts_loss_kwargs,
+            takes_items=self.model_accepts_loss_kwargs or self.compute_loss_func is not None,
             is_scaled=self.loss_is_scaled_for_ga,
             device=self.args.device.type,
         )
-        self._first_item = int(self._loss_shifts_labels) if loss_mean == "items" else None
+        self._first_item = int(self._loss_shifts_labels) if loss_mean in ("items", SUMMED_ITEMS) else None
         return self._pipeline.start(
             replace(data, first_item=self._first_item),
             iterations,
@@ -444,7 +457,7 @@ class Trainer(transformers.Trainer):
         """Evaluate the whole dataset of ``dataloader`` in the pipeline; all ranks must call it."""
         TOGETHER.call(f"Trainer.{'predict' if description == 'Prediction' else 'evaluate'}", self.args.ddp_timeout)
         args, samples = self.args, samples_of(dataloader.batch_sampler)
-        check_attributes(self, self._rate)
+        check_attributes(self, self._rate, self._made_with)
         data = self._evaluation_data(dataloader)
         if self._pipeline.training is None or (not self.is_in_train and self._pipeline.is_outdated):
             self._start(data, 1, None)

@@ -21,6 +21,7 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PretrainedConfig,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -68,6 +69,7 @@ def trainer(
     callbacks=(),
     metrics=None,
     processing_class=None,
+    compute_loss_func=None,
     classes=(Trainer, TrainingArguments),
     **arguments,
 ):
@@ -80,6 +82,7 @@ def trainer(
         train_dataset=with_labels(rows()) if data is None else data,
         eval_dataset=eval_dataset,
         data_collator=collator,
+        compute_loss_func=compute_loss_func,
         compute_metrics=metrics,
         processing_class=processing_class,
         callbacks=list(callbacks),
@@ -179,9 +182,9 @@ FAULTS = {  # code that makes the trainer, and words of its error
     ),
     "an evaluation without samples": (lambda: trainer(eval_dataset=[], **AT_THE_END), "has no samples"),
     "another model": (Resuming, "it belongs to another model"),
-    "label smoothing": (
-        lambda: trainer(label_smoothing_factor=0.1),
-        "TrainingArguments.label_smoothing_factor: found 0.1; it takes 0.0",
+    "an argument that cannot hold": (
+        lambda: trainer(neftune_noise_alpha=5.0),
+        "TrainingArguments.neftune_noise_alpha: found 5.0; it takes False",
     ),
 }
 
@@ -229,10 +232,10 @@ def prefixed():
     return get_peft_model(llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
 
 
-def mixture():
-    """Experts whose balance is a second term of the loss."""
+def mixture(*, balanced=True):
+    """Experts, whose balance may be a second term of the loss."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
-    return MixtralForCausalLM(MixtralConfig(**SIZES | experts, output_router_logits=True, router_aux_loss_coef=0.1))
+    return MixtralForCausalLM(MixtralConfig(**SIZES | experts, output_router_logits=balanced, router_aux_loss_coef=0.1))
 
 
 class Bare(torch.nn.Module):
@@ -360,34 +363,89 @@ class Divides(Penalised):
         return (loss, outputs) if return_outputs else loss
 
 
+class DividesSum:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = smooth_l1_of_items(outputs, labels, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+def smooth_l1_of_items(outputs, labels, num_items_in_batch=None):
+    """A loss for ``compute_loss_func``: of the probability of each next token, divided by the number of tokens."""
+    found = outputs.logits[:, :-1].softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0)).squeeze(-1)
+    losses = torch.nn.functional.smooth_l1_loss(found, torch.ones_like(found), reduction="none")
+    total = losses.masked_fill(labels[:, 1:] == -100, 0.0).sum()
+    return total if num_items_in_batch is None else total / num_items_in_batch
+
+
+def mean_of_batch(outputs, labels, num_items_in_batch=None):
+    """A loss for ``compute_loss_func`` that does not divide: transformers adds up the micro-batches."""
+    return torch.nn.functional.cross_entropy(outputs["scores"], labels)
+
+
+class Plain:
+    """The loss of the model, or of the Trainer's arguments."""
+
+
+class Logits(Scores):
+    """Takes no number of items, so that smoothed losses are means over each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = PretrainedConfig()  # transformers wants it of a model whose labels it smooths
+
+    def forward(self, x, labels=None):
+        return {"logits": self.head(self.body(x).relu())}
+
+
+def partly_ignored(samples=18):
+    """Samples of which a global batch of 4 lacks 2, with more labels in some of them than in others."""
+    found = with_labels(rows(samples))
+    for number, sample in enumerate(found):
+        sample["labels"] = sample["labels"].clone()
+        sample["labels"][: number % 5 * 2] = -100
+    return found
+
+
 def weighed():
     return [{**sample, "weights": 0.5 + number % 2} for number, sample in enumerate(classes())]
 
 
-OWN_LOSSES = {  # losses of scripts -> their method, the model and the data
-    "weights of classes": (Weighted, lambda: (Scores(), classes())),
-    "weights of samples": (OfSamples, lambda: (Scores(), weighed())),
-    "a teacher of the trainer": (Distils, lambda: (llama(), with_labels(rows()))),
-    "a penalty": (Penalised, lambda: (llama(), with_labels(rows()))),
+SMOOTHED = {"label_smoothing_factor": 0.1}
+BY_FUNCTION = {"compute_loss_func": smooth_l1_of_items}
+IN_EPOCHS = {"num_train_epochs": 2, "max_steps": -1, "per_device_eval_batch_size": 4}  # the last batch is a partial one
+
+OWN_LOSSES = {  # losses of scripts -> their method, the model and the data, options
+    "weights of classes": (Weighted, lambda: (Scores(), classes()), {}),
+    "weights of samples": (OfSamples, lambda: (Scores(), weighed()), {}),
+    "a teacher of the trainer": (Distils, lambda: (llama(), with_labels(rows())), {}),
+    "a penalty": (Penalised, lambda: (llama(), with_labels(rows())), {}),
+    "divided by items": (DividesSum, lambda: (llama(), partly_ignored()), IN_EPOCHS),
+    "a function": (Plain, lambda: (llama(), partly_ignored()), BY_FUNCTION | IN_EPOCHS),
+    "a function of a mean": (Plain, lambda: (Scores(), classes()), {"compute_loss_func": mean_of_batch}),
+    "smoothed tokens": (Plain, lambda: (llama(), partly_ignored()), SMOOTHED | IN_EPOCHS),
+    "smoothed experts": (Plain, lambda: (mixture(balanced=False), partly_ignored()), SMOOTHED),
+    "smoothed means": (Plain, lambda: (Logits(), classes()), SMOOTHED),
 }
 
 
-DIVIDES = {"a division": (Divides, lambda: (llama(), with_labels(rows())))}
+DIVIDES = {"a division": (Divides, lambda: (llama(), with_labels(rows())), {})}
 
 
 def with_own_loss(name, base=Trainer, arguments=TrainingArguments, **options):
     """A trainer with one of the OWN_LOSSES, of two evaluations with metrics."""
-    method, make = (OWN_LOSSES | DIVIDES)[name]
+    method, make, of_loss = (OWN_LOSSES | DIVIDES)[name]
     set_seed(0)
     model, data = make()
     defaults = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
+    defaults["metrics"] = lambda found: {"mean": float(np.mean(np.abs(found.predictions)))}
     made = trainer(
         model,
         data,
-        eval_dataset=data[:8],
-        metrics=lambda found: {"mean": float(np.mean(np.abs(found.predictions)))},
+        eval_dataset=data[: 7 if len(data) % 4 else 8],  # a last batch in part, as in training
         classes=(type(method.__name__, (method, base), {}), arguments),
-        **{"remove_unused_columns": False, "label_names": ["labels"]} | defaults | options,
+        **{"remove_unused_columns": False, "label_names": ["labels"]} | defaults | of_loss | options,
     )
     made.teacher = llama(num_hidden_layers=1)
     return made
@@ -804,7 +862,7 @@ FAULTS |= {
     ),
     "a loss that divides by the items": (
         lambda: with_own_loss("a division"),
-        "compute_loss: it uses num_items_in_batch",
+        "compute_loss: it divides by num_items_in_batch, and its losses of some labels",
     ),
     "another rate in a second training": (TrainingAgain, "learning_rate: it was 0.01 in the training before, and is"),
     "padding before places": (padded_left, "padding_side is left, and the model has an embedding for each place"),

@@ -105,10 +105,10 @@ def test_losses_are_those_of_one_transformers_process(degrees, names, processes,
                 assert found == pytest.approx(wanted, rel=1e-5), name
 
 
-def own_losses(world, folder, port, *classes, **degrees):
+def own_losses(world, folder, port, *classes, names=tuple(small.OWN_LOSSES), **degrees):
     begin(world, folder, port, ours=not classes, **degrees)
     found = {}
-    for name in small.OWN_LOSSES:
+    for name in names:
         accumulated = 4 // degrees.get("dp", 1)
         trainer = small.with_own_loss(name, *classes, gradient_accumulation_steps=accumulated)
         trainer.train()
@@ -117,11 +117,27 @@ def own_losses(world, folder, port, *classes, **degrees):
     return found
 
 
-@pytest.mark.parametrize("degrees", [{"pp": 2}, {"dp": 2}, {"tp": 2}], ids=str)
-def test_a_loss_of_the_script_is_that_of_one_transformers_process(degrees, processes, tmp_path):
+SUMS = ("weights of samples", "a function", "smoothed tokens")
+
+
+@pytest.mark.parametrize(
+    ("degrees", "names"),
+    [
+        ({"pp": 2}, tuple(small.OWN_LOSSES)),
+        ({"dp": 2}, SUMS),
+        ({"tp": 2}, SUMS),
+        *soak(
+            *(({"pp": 2, "schedule": name}, SUMS[1:]) for name in ("chimera", "dualpipe-v", "early-recompute", "zb-h1"))
+        ),
+        *soak(({"dp": 2, "pp": 2, "shard_optimizer": True}, tuple(small.OWN_LOSSES))),
+    ],
+    ids=str,
+)
+def test_a_loss_of_the_script_is_that_of_one_transformers_process(degrees, names, processes, tmp_path):
     classes = transformers.Trainer, transformers.TrainingArguments
-    (one,) = processes.run(1, own_losses, tmp_path, None, *classes)
-    for two in processes.run(2, partial(own_losses, **degrees), tmp_path, free_port()):
+    (one,) = processes.run(1, partial(own_losses, names=names), tmp_path, None, *classes)
+    size = 4 if "dp" in degrees and "pp" in degrees else 2
+    for two in processes.run(size, partial(own_losses, names=names, **degrees), tmp_path, free_port()):
         for name, expected in one.items():
             assert two[name] == pytest.approx(expected, rel=1e-4), name
 

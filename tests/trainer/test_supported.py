@@ -47,7 +47,6 @@ def test_the_defaults_are_accepted():
 @pytest.mark.parametrize(
     "values",
     [
-        {"label_smoothing_factor": 0.1},
         {"neftune_noise_alpha": 5.0},
         {"deepspeed": "zero.json"},
         {"fsdp": "full_shard"},
@@ -72,7 +71,7 @@ def test_an_argument_that_cannot_hold_is_named(values):
 
 def test_arguments_of_the_trainer_are_refused():
     check_trainer({"optimizers": (None, None), "model_init": None})
-    for given in ({"optimizers": (object(), None)}, {"model_init": print}, {"compute_loss_func": print}):
+    for given in ({"optimizers": (object(), None)}, {"model_init": print}):
         with pytest.raises(InputError, match=f"Trainer.{next(iter(given))}: found"):
             check_trainer(given)
 
