@@ -34,10 +34,10 @@ class BatchTargets:
     def fraction(self, counts: Sequence[float], iteration: int, *, is_updated: bool) -> float:
         """The fraction of the places for targets that the global batch of ``iteration``, from 1, fills.
 
-        ``counts`` has the number of targets of each term, and then that of items if they count. Losses that are sums
-        over items are divided by that number instead. ``is_updated`` says
-        whether the update did not wait for it. Raises InputError if the terms of the loss would need different ones, so
-        that no division of their sum is right, or if the update is wrong because it did not wait.
+        ``counts`` has the number of targets of each term, and then that of items if they count; where losses are sums
+        over items, it is this number. ``is_updated`` says whether the update did not wait for it. Raises InputError if
+        the terms of the loss would need different ones, so that no division of their sum is right, or if the update is
+        wrong because it did not wait.
         """
         if self.loss_mean == "sum":
             return 1.0

@@ -29,21 +29,20 @@ def loss_mean_of(
     build: Callable[[], nn.Module],
     inputs: Mapping[str, InputSpec],
     *,
-    takes_items: bool,
+    gives_items: bool,
     is_scaled: bool | None,
     device: str,
 ) -> str:
     """The ``loss_mean`` of TrainingSettings that transformers has for the model that ``build`` makes, or its OwnLoss.
 
-    ``takes_items`` says that its forward, or a ``compute_loss_func``, takes ``num_items_in_batch``: transformers then
-    leaves it to them to divide by that number, and adds up what the micro-batches give, whether they do or not.
+    Where transformers ``gives_items``, the number of labels that are not ignored, to a forward or a function that takes
+    ``num_items_in_batch``, it leaves it to them to divide, and adds up what the micro-batches give in any case.
     ``is_scaled`` is the script's own word for whether losses are added up (Trainer.loss_is_scaled_for_ga), if there is
     one.
 
     Raises InputError where transformers would divide twice, and for a loss of the script that uses the number but is no
     sum over labels divided by it, or cannot be tried.
     """
-    gives_items = takes_items and "labels" in inputs
     is_added_up = gives_items if is_scaled is None else is_scaled
     if not gives_items:
         return "sum" if is_added_up else "micro-batches"
@@ -144,14 +143,18 @@ def _mean_of_own(own: OwnLoss, outputs: Any, inputs: Mapping[str, InputSpec]) ->
         some = torch.rand(labels.shape) < 0.5
         some.view(-1)[0], some.view(-1)[-1] = True, False
 
-        def loss(items: int, labels: torch.Tensor) -> float:
-            result = own(**batch | {"labels": labels}, **{ITEMS: torch.tensor(items)})
+        def loss(items: int, labels: torch.Tensor, samples: slice = slice(None)) -> float:
+            own.forward = lambda *_, **__: tree_map_only(torch.Tensor, lambda value: value[samples].clone(), outputs)
+            given = {name: value[samples] for name, value in (batch | {"labels": labels}).items()}
+            result = own(**given, **{ITEMS: torch.tensor(items)})
             return float(result["loss"] if isinstance(result, Mapping) else result[0])
 
-        own.forward = lambda *_, **__: tree_map_only(torch.Tensor, torch.clone, outputs)
         try:
             of_one, of_three = loss(1, labels), loss(3, labels)
-            of_parts = [loss(1, labels.masked_fill(part, IGNORED)) for part in (some, ~some)]
+            if labels.is_floating_point():  # these are never ignored
+                of_parts = [loss(1, labels, part) for part in (slice(1), slice(1, 2))]
+            else:
+                of_parts = [loss(1, labels.masked_fill(part, IGNORED)) for part in (some, ~some)]
         except Exception as error:
             raise _not_tried(own, error) from None
     if isclose(of_one, of_three, rel_tol=_ALIKE):
@@ -164,8 +167,8 @@ def _mean_of_own(own: OwnLoss, outputs: Any, inputs: Mapping[str, InputSpec]) ->
     if not isclose(of_one, sum(of_parts), rel_tol=_ALIKE):
         raise InputError(
             f"Trainer.{own.of.name}: it divides by {ITEMS}, and its losses of some labels and of the others, where the "
-            f"rest are {IGNORED}, do not add up to that of all labels; let it be a sum over the labels that are not "
-            f"{IGNORED}"
+            f"rest are {IGNORED} or other samples, do not add up to that of all labels; let it be a sum over the "
+            f"labels that are not {IGNORED}"
         )
     return SUMMED_ITEMS
 

@@ -33,11 +33,11 @@ class ComputeLoss:
 class OwnLoss:
     """Replaces the forward of ``model``: ``compute_loss`` calls the model, whose own forward then runs.
 
-    If the loss ``is_summed``, it gets 1 for the number of items, by which it divides, and so gives a sum over items.
+    If it ``gets_items``, the number of items is 1, so that a loss which divides by it is a sum over items.
     """
 
-    def __init__(self, model: nn.Module, compute_loss: ComputeLoss, *, is_summed: bool = False) -> None:
-        self._model, self.of, self._is_summed = model, compute_loss, is_summed
+    def __init__(self, model: nn.Module, compute_loss: ComputeLoss, *, gets_items: bool = False) -> None:
+        self._model, self.of, self._gets_items = model, compute_loss, gets_items
         self.forward: Callable[..., Any] = model.forward
         self._computes = False  # whether ``compute_loss`` runs
         self.in_model = False  # whether the model's own forward runs, which it calls
@@ -52,7 +52,7 @@ class OwnLoss:
         self._computes = True
         try:
             items = inputs.pop(ITEMS, None)
-            if items is None and self._is_summed:
+            if items is None and self._gets_items:
                 items = torch.ones((), dtype=torch.int64, device=inputs["labels"].device)
             loss, outputs = self.of.call(self._model, inputs, return_outputs=True, **{ITEMS: items})
         finally:
@@ -68,7 +68,7 @@ class OwnLoss:
 
 
 def with_loss(
-    build: Callable[[], nn.Module], compute_loss: ComputeLoss | None, *, is_summed: bool = False
+    build: Callable[[], nn.Module], compute_loss: ComputeLoss | None, *, gets_items: bool = False
 ) -> Callable[[], nn.Module]:
     """``build``, whose modules have the loss of ``compute_loss``, as OwnLoss says; None: that of the model."""
     if compute_loss is None:
@@ -76,7 +76,7 @@ def with_loss(
 
     def built() -> nn.Module:
         model = build()
-        loss = OwnLoss(model, compute_loss, is_summed=is_summed)
+        loss = OwnLoss(model, compute_loss, gets_items=gets_items)
 
         def forward(*arguments: Any, **inputs: Any) -> Any:  # torch.export takes functions only
             return loss(*arguments, **inputs)

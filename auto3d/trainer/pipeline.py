@@ -13,7 +13,7 @@ from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import Checkpoints
-from auto3d.runtime.settings import SUMMED_ITEMS, OptimizerSettings, TrainingSettings
+from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.training import Training
 from auto3d.trainer.arguments import TrainingArguments
@@ -83,13 +83,14 @@ class Pipeline:
         *,
         decayed: Collection[str],
         loss_mean: str,
+        gets_items: bool,
         checkpoints: Checkpoints | None,
         goes_on: bool = False,
     ) -> Training:
         """Build a training of ``data`` from the model's weights, with the optimizer of an earlier one.
 
-        ``decayed`` names parameters with weight decay; ``loss_mean`` is that of TrainingSettings. If it ``goes_on``, it
-        begins after the iterations of the earlier one, with its learning rates.
+        ``decayed`` names parameters with weight decay; ``loss_mean`` is that of TrainingSettings, ``gets_items`` that
+        of OwnLoss. If it ``goes_on``, it begins after the iterations of the earlier one, with its learning rates.
         """
         self.gather()  # an earlier training may have been interrupted
         earlier, self.training = self.training, None
@@ -106,7 +107,7 @@ class Pipeline:
             unify = make_alike if self._planned is None else check_alike
             unify(self._weights, timeout_s=self._args.ddp_timeout)
         if self._planned is None or self.is_outdated:
-            self.build = with_loss(build_of(self._model), self.own_loss, is_summed=loss_mean == SUMMED_ITEMS)
+            self.build = with_loss(build_of(self._model), self.own_loss, gets_items=gets_items)
             self._traits = dict(traits_of(self._model))
             before = self._planned
             again = before and planned_again(*before, self._args, self.build, data.shapes)

@@ -429,10 +429,12 @@ class Trainer(transformers.Trainer):
     ) -> Training:
         """This rank of a pipeline with the weights of the model; if it ``goes_on``, after the steps so far."""
         self._iterations = iter(())
+        takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        gives_items = takes_items and "labels" in data.shapes and not self.args.loss_mean
         loss_mean = self.args.loss_mean or loss_mean_of(
             self._pipeline.build,
             data.shapes,
-            takes_items=self.model_accepts_loss_kwargs or self.compute_loss_func is not None,
+            gives_items=gives_items,
             is_scaled=self.loss_is_scaled_for_ga,
             device=self.args.device.type,
         )
@@ -442,6 +444,7 @@ class Trainer(transformers.Trainer):
             iterations,
             decayed=self.get_decay_parameter_names(self.model),
             loss_mean=loss_mean,
+            gets_items=gives_items and loss_mean != "items",  # there the model divides, as the data says
             checkpoints=checkpoints,
             goes_on=goes_on,
         )

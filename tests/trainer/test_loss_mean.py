@@ -65,7 +65,7 @@ def loss_of(function, *, name="compute_loss_func", hands_on=False):
 
 
 def mean_of(own, build=Words, *, is_scaled=None):
-    return loss_mean_of(with_loss(build, own), TOKENS, takes_items=True, is_scaled=is_scaled, device="cpu")
+    return loss_mean_of(with_loss(build, own), TOKENS, gives_items=True, is_scaled=is_scaled, device="cpu")
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -78,6 +78,23 @@ def test_what_a_loss_does_with_the_number_of_items(name):
         assert found.startswith("Trainer.compute_loss_func: ")
     assert expected in found
     assert "\n" not in found
+
+
+class Numbers(nn.Linear):
+    def forward(self, x, **_):
+        return {"logits": super().forward(x)}
+
+
+def test_labels_that_are_numbers_are_tried_sample_by_sample():
+    specs = {"x": InputSpec(shape=(4,), dtype=torch.float32), "labels": InputSpec(shape=(3,), dtype=torch.float32)}
+
+    def mean_of(function):
+        own = with_loss(lambda: Numbers(4, 3), loss_of(function))
+        return loss_mean_of(own, specs, gives_items=True, is_scaled=None, device="cpu")
+
+    assert mean_of(lambda x, y, n: (x - y).square().sum() / n) == "summed-items"
+    with pytest.raises(InputError, match="do not add up to that of all labels"):
+        mean_of(lambda x, y, n: (x - y - (x - y).mean(0)).square().sum() / n)
 
 
 def test_no_number_is_divided_by_twice():
