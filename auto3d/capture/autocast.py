@@ -46,6 +46,32 @@ def active(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_autocast_cache_enabled(caches)
 
 
+@dataclass(frozen=True)
+class AutocastState:
+    """The state of torch.autocast in this thread: on a deeper nesting it keeps casts of weights, which may be stale."""
+
+    kinds: tuple[tuple[str, bool, torch.dtype], ...]  # (device type, whether it is enabled, its precision)
+    caches: bool
+    nesting: int
+
+    @staticmethod
+    def now() -> "AutocastState":
+        nesting = torch.autocast_increment_nesting() - 1
+        torch.autocast_decrement_nesting()
+        kinds = tuple([(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in ("cpu", "cuda")])
+        return AutocastState(kinds, torch.is_autocast_cache_enabled(), nesting)
+
+    def restore(self) -> None:
+        for device_type, enabled, dtype in self.kinds:
+            torch.set_autocast_enabled(device_type, enabled)
+            torch.set_autocast_dtype(device_type, dtype)
+        torch.set_autocast_cache_enabled(self.caches)
+        for _ in range(self.nesting - (nesting := AutocastState.now().nesting)):
+            torch.autocast_increment_nesting()
+        for _ in range(nesting - self.nesting):
+            torch.autocast_decrement_nesting()
+
+
 def share_weight_casts(program: fx.Graph, parameters: Mapping[str, str]) -> dict[str, str]:
     """Replace casts of parameters by placeholders of their own; returns placeholder -> that of the parameter."""
     copies: dict[str, str] = {}

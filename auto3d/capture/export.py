@@ -5,7 +5,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -86,7 +86,6 @@ class ExportedModel:
     """Placeholder of a parameter's copy in low precision -> placeholder of the parameter. Both have its name in
     ``parameters``; a run makes the copy once per update."""
     repeated_blocks: int = 0  # calls of repeated blocks whose operations were copied instead of traced
-    results: Mapping[str, type] = field(default_factory=dict)  # what the module's result, a mapping, holds under a name
     told: frozenset[CodeType] = frozenset()
     """Functions of the model that must be told that they are traced; the others take their eager branches."""
 
@@ -224,7 +223,6 @@ def _export(
     leave_masks_to_kernel(program)
     loss = _find_loss(module, exported)
     outputs = {name: _find_output(module, exported, name) for name in mode.outputs}
-    results = _results(exported)
     gradients = _reached_by_gradient(loss)
     if not mode.loss:
         loss = next(iter(outputs.values()))
@@ -262,7 +260,6 @@ def _export(
         precision=precision,
         copies=copies,
         repeated_blocks=repeated,
-        results=results,
     )
 
 
@@ -276,20 +273,17 @@ def _exported(
     autocast: Autocast | None,
     traces: list[RepeatedBlocks] | None,
 ) -> torch.export.ExportedProgram:
-    known_values = KnownValues()
-    repeats = RepeatedBlocks(known_values)
-    if traces is not None:
-        traces.append(repeats)
-    with (
-        quick_bookkeeping(),
-        known_values,
-        repeats.found() if traces is not None else nullcontext(),
-        no_idle_conversions(),
-        idle_copies_recorded(),
-        padding_as_nested(),
-        returning_tensors(module),
-        active(*autocast.kind) if autocast is not None else nullcontext(),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(quick_bookkeeping())
+        if autocast is not None:
+            stack.enter_context(active(*autocast.kind))
+        known_values = stack.enter_context(KnownValues())
+        repeats = RepeatedBlocks(known_values)
+        if traces is not None:
+            traces.append(repeats)
+            stack.enter_context(repeats.found())
+        for further in (no_idle_conversions(), idle_copies_recorded(), padding_as_nested(), returning_tensors(module)):
+            stack.enter_context(further)
         return torch.export.export(module, (), dict(arguments), strict=False)
 
 
@@ -477,12 +471,6 @@ def _find_output(model: nn.Module, exported: torch.export.ExportedProgram, name:
 def _result(exported: torch.export.ExportedProgram) -> Any:
     """The module's result, with nodes in place of tensors."""
     return pytree.tree_unflatten(list(exported.graph_module.graph.output_node().args[0]), exported.call_spec.out_spec)
-
-
-def _results(exported: torch.export.ExportedProgram) -> dict[str, type]:
-    result = _result(exported)
-    entries = result.items() if isinstance(result, Mapping) else ()
-    return {name: torch.Tensor if isinstance(value, fx.Node) else type(value) for name, value in entries}
 
 
 def _named_output(exported: torch.export.ExportedProgram, name: str) -> Any:

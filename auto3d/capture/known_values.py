@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from auto3d.capture.autocast import AutocastState
 from auto3d.capture.nodes import target_of
 
 _READING = {
@@ -40,6 +41,7 @@ class KnownValues(TorchFunctionMode):
         self.readings = 0  # number of times that code read a value during the trace
         self._known: dict[fx.Node, Any] = {}
         self._seen: set[fx.Node] = set()
+        self._autocast = AutocastState.now()  # that of the nodes which were evaluated so far
         self._overwritten: set[int] = set()  # memory of known values that was overwritten with data
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -59,11 +61,18 @@ class KnownValues(TorchFunctionMode):
         slot = get_proxy_slot(tensor, tracer, None)
         if slot is None:
             return None
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            for node in tracer.graph.nodes:
-                if node not in self._seen:
-                    self._seen.add(node)
-                    self._evaluate(node, tracer.root)
+        outside = AutocastState.now()
+        try:
+            # The nodes include the begins and ends of autocast, of which some are still to come.
+            self._autocast.restore()
+            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+                for node in tracer.graph.nodes:
+                    if node not in self._seen:
+                        self._seen.add(node)
+                        self._evaluate(node, tracer.root)
+        finally:
+            self._autocast = AutocastState.now()
+            outside.restore()
         value = self._known.get(slot.proxy.node)
         return None if value is None or self._memory(value) & self._overwritten else value
 

@@ -79,7 +79,7 @@ def check_evaluation(
                 f"{', '.join(terms.other)} of the loss may depend on which samples are in a batch, and {at_once} run "
                 f"at once, so it must be {at_once}"
             )
-    names = () if loss_only else output_names(pipeline.training.rank.common.captured, ignored)
+    names = () if loss_only else output_names(pipeline.build, pipeline.inputs, ignored, device=args.device.type)
     prepare_evaluation(pipeline.training, outputs=names, loss=has_labels)
     return Evaluation(samples=samples, outputs=names, has_labels=has_labels, at_once=at_once)
 

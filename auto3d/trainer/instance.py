@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -77,9 +78,19 @@ def traits_of(model: nn.Module) -> Iterator[tuple[str, object]]:
                 yield f"{name}.{key}", _trait(value)
 
 
-def two_samples(model: EmptyModel, inputs: Mapping[str, InputSpec]) -> dict[str, torch.Tensor]:
-    """Inputs of a forward of ``model`` without values."""
-    return {name: model.zeros((2, *spec.shape), spec.dtype) for name, spec in inputs.items()}
+def run_without_values(model: EmptyModel, inputs: Mapping[str, InputSpec], **further: Any) -> Any:
+    """What a forward of ``model`` makes of two samples. Raises what its code does where it needs values.
+
+    Code that does not run so, such as a choice of experts, is tried as torch.compile would run it.
+    """
+    arguments = {name: model.zeros((2, *spec.shape), spec.dtype) for name, spec in inputs.items()}
+    padded = patch.object(torch.backends.mha, "get_fastpath_enabled", lambda: False)  # nested tensors need values
+    with torch.no_grad(), model.mode, padded, quiet_torch():
+        try:
+            return model.module(**arguments, **further)
+        except Exception:
+            with patch.object(torch.compiler, "is_compiling", lambda: True):
+                return model.module(**arguments, **further)
 
 
 def kept_by_forward(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], *, device: str) -> set[str]:
@@ -89,7 +100,6 @@ def kept_by_forward(build: Callable[[], nn.Module], inputs: Mapping[str, InputSp
     """
     model = empty_model(build, device)
     model.module.train()
-    arguments = two_samples(model, inputs)
 
     def attributes() -> dict[tuple[str, str], int]:
         return {
@@ -100,8 +110,8 @@ def kept_by_forward(build: Callable[[], nn.Module], inputs: Mapping[str, InputSp
         }
 
     before = attributes()
-    with torch.no_grad(), model.mode, quiet_torch(), suppress(Exception):  # code that needs values has none here
-        model.module(**arguments)
+    with suppress(Exception):  # code that needs values has none here
+        run_without_values(model, inputs)
     return {name for (place, name), value in attributes().items() if before.get((place, name)) != value}
 
 

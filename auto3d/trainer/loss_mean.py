@@ -1,10 +1,12 @@
 """Which loss of a global batch transformers' Trainer takes of a model, or of a script's own loss."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from dis import get_instructions
 from math import isclose
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,14 +16,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from auto3d.capture.empty import EmptyModel, empty_model
 from auto3d.capture.errors import explain
-from auto3d.capture.export import InputSpec, quiet_torch
+from auto3d.capture.export import InputSpec
 from auto3d.data.interface import IGNORED
 from auto3d.errors import InputError
 from auto3d.runtime.settings import SUMMED_ITEMS
-from auto3d.trainer.instance import two_samples
+from auto3d.trainer.degree import degree_in
+from auto3d.trainer.instance import run_without_values
 from auto3d.trainer.own_loss import ITEMS, SMOOTHING, OwnLoss, own_loss_of
 
 _FEW = 16  # tokens that are enough to try a loss
+_SCALES = (0.0, 1.0, 100.0)  # of outputs, for terms that are 0 at some
 _ALIKE = 1e-4  # difference that rounding may explain
 
 
@@ -71,7 +75,9 @@ def _divided(
     else:
         uses = _uses_of(model, inputs, own, device=device)
     if uses.error is not None:
-        if own is not None and own.of.takes_outputs:
+        if own is not None and not _reads_items(own):
+            return "sum"
+        if own is not None:
             raise _not_tried(own, uses.error)
         return "items" if may_divide and _may_divide(model.module) else "sum"
     if own is not None and uses.by_script:
@@ -100,7 +106,8 @@ class _Uses(TorchFunctionMode):
 
 def _uses_of(model: EmptyModel, inputs: Mapping[str, InputSpec], own: OwnLoss | None, *, device: str) -> _Uses:
     """Who uses the number of items in a forward of ``model`` without values."""
-    items = torch.ones((), dtype=torch.int64, device=device)
+    with model.mode:
+        items = torch.ones((), dtype=torch.int64, device=device)
     uses = _Uses(items, own)
     if own is not None:
         forward = own.forward
@@ -111,9 +118,9 @@ def _uses_of(model: EmptyModel, inputs: Mapping[str, InputSpec], own: OwnLoss | 
 
         own.forward = recorded
     try:
-        with torch.no_grad(), model.mode, uses, quiet_torch():
-            model.module(**two_samples(model, inputs), **{ITEMS: items})
-    except Exception as error:  # code that needs values, such as a choice of experts, has none here
+        with uses:
+            run_without_values(model, inputs, **{ITEMS: items})
+    except Exception as error:  # code that needs values has none here
         uses.error = error
     if own is not None:
         own.forward = forward
@@ -135,36 +142,44 @@ def _mean_of_own(own: OwnLoss, outputs: Any, inputs: Mapping[str, InputSpec]) ->
 
     Raises InputError if it does not divide a sum by that number.
     """
-    with torch.random.fork_rng(devices=()), torch.no_grad():
-        torch.manual_seed(0)
-        outputs = tree_map_only(torch.Tensor, lambda value: _random(tuple(value.shape), value.dtype), outputs)
-        batch = {name: _random((2, *spec.shape), spec.dtype) for name, spec in inputs.items()}
-        labels = batch["labels"]
-        some = torch.rand(labels.shape) < 0.5
-        some.view(-1)[0], some.view(-1)[-1] = True, False
+    generator = torch.Generator().manual_seed(0)
+    outputs = tree_map_only(torch.Tensor, lambda like: _random(like.shape, like.dtype, generator), outputs)
+    batch = {name: _random((2, *spec.shape), spec.dtype, generator) for name, spec in inputs.items()}
 
-        def loss(items: int, labels: torch.Tensor, samples: slice = slice(None)) -> float:
-            own.forward = lambda *_, **__: tree_map_only(torch.Tensor, lambda value: value[samples].clone(), outputs)
-            given = {name: value[samples] for name, value in (batch | {"labels": labels}).items()}
-            result = own(**given, **{ITEMS: torch.tensor(items)})
-            return float(result["loss"] if isinstance(result, Mapping) else result[0])
+    def loss(items: torch.Tensor, outputs: Any = outputs, batch: Mapping[str, torch.Tensor] = batch) -> Any:
+        own.forward = lambda *_, **__: tree_map_only(torch.Tensor, torch.clone, outputs)
+        result = own(**batch, **{ITEMS: items})
+        return result["loss"] if isinstance(result, Mapping) else result[0]
 
-        try:
-            of_one, of_three = loss(1, labels), loss(3, labels)
+    def of_tensors(items: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        following = iter(tensors)
+        return loss(items, *tree_map_only(torch.Tensor, lambda _: next(following), (outputs, batch)))
+
+    one, labels = torch.ones((), dtype=torch.int64), batch["labels"]
+    some = torch.rand(labels.shape, generator=generator) < 0.5
+    some.view(-1)[0], some.view(-1)[-1] = True, False
+    none = []
+    try:
+        with torch.no_grad():
+            power = degree_in(of_tensors, one, *(v for v in tree_leaves((outputs, batch)) if torch.is_tensor(v)))
             if labels.is_floating_point():  # these are never ignored
-                of_parts = [loss(1, labels, part) for part in (slice(1), slice(1, 2))]
+                samples = (slice(1), slice(1, 2))
+                parts = [loss(one, *tree_map_only(torch.Tensor, itemgetter(s), (outputs, batch))) for s in samples]
             else:
-                of_parts = [loss(1, labels.masked_fill(part, IGNORED)) for part in (some, ~some)]
-        except Exception as error:
-            raise _not_tried(own, error) from None
-    if isclose(of_one, of_three, rel_tol=_ALIKE):
+                parts = [loss(one, batch={**batch, "labels": labels.masked_fill(m, IGNORED)}) for m in (some, ~some)]
+                ignored = {**batch, "labels": torch.full_like(labels, IGNORED)}
+                none = [loss(one, _scaled(outputs, scale), ignored) for scale in _SCALES]
+            whole = loss(one)
+    except Exception as error:
+        raise _not_tried(own, error) from None
+    if power == 0:
         return "sum"
-    if not isclose(of_one, 3 * of_three, rel_tol=_ALIKE):
+    if power != -1:
         raise InputError(
             f"Trainer.{own.of.name}: its loss is not inversely proportional to {ITEMS}, which a pipeline knows only "
             "when all micro-batches have run; divide the whole loss by it, or by nothing"
         )
-    if not isclose(of_one, sum(of_parts), rel_tol=_ALIKE):
+    if any(map(bool, none)) or not isclose(float(whole), float(sum(parts)), rel_tol=_ALIKE):
         raise InputError(
             f"Trainer.{own.of.name}: it divides by {ITEMS}, and its losses of some labels and of the others, where the "
             f"rest are {IGNORED} or other samples, do not add up to that of all labels; let it be a sum over the "
@@ -173,16 +188,33 @@ def _mean_of_own(own: OwnLoss, outputs: Any, inputs: Mapping[str, InputSpec]) ->
     return SUMMED_ITEMS
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _random(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """Random numbers; whole ones are 0 or 1."""
-    return torch.randn(shape, dtype=dtype) if dtype.is_floating_point else torch.randint(2, shape).to(dtype)
+    if dtype.is_floating_point:
+        return torch.randn(tuple(shape), dtype=dtype, generator=generator)
+    return torch.randint(2, tuple(shape), generator=generator).to(dtype)
+
+
+def _scaled(values: Any, factor: float) -> Any:
+    def scaled(value: torch.Tensor) -> torch.Tensor:
+        return (factor * value).to(value.dtype)
+
+    return tree_map_only(torch.Tensor, scaled, values)
 
 
 def _not_tried(own: OwnLoss, error: Exception) -> InputError:
     return InputError(
         f"Trainer.{own.of.name}: what it does with {ITEMS} cannot be tried on random outputs of the model "
-        f"({explain(error)}); let it use its arguments only, or say TrainingArguments.loss_mean"
+        f"({explain(error)}); let it use its arguments only, as tensors"
     )
+
+
+def _reads_items(own: OwnLoss) -> bool:
+    """Whether the code of a script's loss may read the number of items, or hand it on."""
+    code = inspect.unwrap(own.of.call).__code__
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    names = {ITEMS, *code.co_varnames[count : count + 1]} if code.co_flags & inspect.CO_VARKEYWORDS else {ITEMS}
+    return any(each.opname.startswith("LOAD") and each.argval in names for each in get_instructions(code))
 
 
 def _may_divide(model: nn.Module) -> bool:

@@ -4,11 +4,13 @@ It is a script's own method, or that of transformers with a ``compute_loss_func`
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from auto3d.errors import InputError
 
@@ -24,39 +26,40 @@ class ComputeLoss:
     """``Trainer.compute_loss``; with return_outputs=True it gives (the loss, what the model returned)."""
     name: str  # what a script has given: compute_loss, compute_loss_func or SMOOTHING
 
-    @property
-    def takes_outputs(self) -> bool:
-        """Whether it is computed from what the model returns without labels."""
-        return self.name != "compute_loss"
-
 
 class OwnLoss:
     """Replaces the forward of ``model``: ``compute_loss`` calls the model, whose own forward then runs.
 
-    If it ``gets_items``, the number of items is 1, so that a loss which divides by it is a sum over items.
+    If it ``gets_items``, the number of items is 1, so that a loss which divides by it is a sum over items. Under
+    autocast the model alone runs in low precision, as accelerate has it: the loss gets its outputs in float32.
     """
 
     def __init__(self, model: nn.Module, compute_loss: ComputeLoss, *, gets_items: bool = False) -> None:
         self._model, self.of, self._gets_items = model, compute_loss, gets_items
         self.forward: Callable[..., Any] = model.forward
-        self._computes = False  # whether ``compute_loss`` runs
+        self._autocast: AbstractContextManager | None = None  # of the model, while ``compute_loss`` runs
         self.in_model = False  # whether the model's own forward runs, which it calls
 
     def __call__(self, *arguments: Any, **inputs: Any) -> Any:
-        if self._computes:
+        if self._autocast is not None:
             self.in_model = True
             try:
-                return self.forward(*arguments, **inputs)
+                with self._autocast:
+                    outputs = self.forward(*arguments, **inputs)
+                return tree_map_only(torch.Tensor, _in_float32, outputs)
             finally:
                 self.in_model = False
-        self._computes = True
+        device = next(iter(inputs.values())).device.type
+        kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self._autocast = nullcontext() if kind is None else torch.autocast(device, kind)
         try:
             items = inputs.pop(ITEMS, None)
             if items is None and self._gets_items:
                 items = torch.ones((), dtype=torch.int64, device=inputs["labels"].device)
-            loss, outputs = self.of.call(self._model, inputs, return_outputs=True, **{ITEMS: items})
+            with nullcontext() if kind is None else torch.autocast(device, enabled=False):
+                loss, outputs = self.of.call(self._model, inputs, return_outputs=True, **{ITEMS: items})
         finally:
-            self._computes = False
+            self._autocast = None
         if isinstance(outputs, Mapping):
             return {"loss": loss, **{name: value for name, value in outputs.items() if name != "loss"}}
         if isinstance(outputs, tuple):  # the first is the model's loss
@@ -65,6 +68,10 @@ class OwnLoss:
             f"compute_loss: its outputs are a {type(outputs).__name__}, of which transformers would take all but the "
             "first sample as predictions; let the model return a dict or a tuple"
         )
+
+
+def _in_float32(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
 def with_loss(

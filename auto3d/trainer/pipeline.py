@@ -37,8 +37,6 @@ KEPT = {  # field of OptimizerSettings that an optimizer keeps -> the argument t
 class Pipeline:
     """This rank's part of the pipeline that trains and evaluates ``model``; all ranks call the same methods.
 
-    It trains ``own_loss``; None: that of the model.
-
     Raises InputError for a model or batch sizes that no pipeline can have.
     """
 
@@ -46,9 +44,10 @@ class Pipeline:
     settings: TrainingSettings  # settings of the training
     inputs: Mapping[str, InputSpec]  # inputs of a sample, for which the model was captured
 
-    def __init__(self, model: nn.Module, args: TrainingArguments, own_loss: ComputeLoss | None) -> None:
-        self._model, self._args, self.own_loss = model, args, own_loss
-        self.build: Callable[[], nn.Module] = with_loss(build_of(model), own_loss)
+    def __init__(self, model: nn.Module, args: TrainingArguments) -> None:
+        self._model, self._args = model, args
+        self.build: Callable[[], nn.Module] = build_of(model)
+        self._own_loss: ComputeLoss | None = None
         self._weights = state_of(model)
         self.batch = batch_of(setup(), args)
         self.training = None
@@ -57,6 +56,10 @@ class Pipeline:
         self._planned: tuple[Plan, CapturedModel] | None = None
         self._learnt_by: OptimizerSettings | None = None  # settings of the optimizer that has learnt
         self._optimizer_state: dict[str, StatePart] = {}  # state of parameters that are frozen since
+
+    def compute(self, loss: ComputeLoss) -> None:
+        """Train ``loss`` in place of that of the model."""
+        self._own_loss, self.build = loss, with_loss(self.build, loss)
 
     def check_batch(self) -> None:
         """Raise InputError if the arguments say other batch sizes than when the Trainer was made."""
@@ -107,7 +110,7 @@ class Pipeline:
             unify = make_alike if self._planned is None else check_alike
             unify(self._weights, timeout_s=self._args.ddp_timeout)
         if self._planned is None or self.is_outdated:
-            self.build = with_loss(build_of(self._model), self.own_loss, gets_items=gets_items)
+            self.build = with_loss(build_of(self._model), self._own_loss, gets_items=gets_items)
             self._traits = dict(traits_of(self._model))
             before = self._planned
             again = before and planned_again(*before, self._args, self.build, data.shapes)

@@ -2,48 +2,43 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch import nn
 
 from auto3d.capture.empty import empty_model
-from auto3d.capture.export import ExportedModel, quiet_torch
-from auto3d.capture.model import CapturedModel
+from auto3d.capture.errors import explain
+from auto3d.capture.export import InputSpec
 from auto3d.data.interface import IGNORED
 from auto3d.errors import InputError
-from auto3d.trainer.instance import two_samples
+from auto3d.trainer.instance import run_without_values
 from auto3d.trainer.samples import items_of
 
 
-def output_names(captured: CapturedModel, ignored: Sequence[str]) -> tuple[str, ...]:
+def output_names(
+    build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], ignored: Sequence[str], *, device: str
+) -> tuple[str, ...]:
     """The entries of the model's result that are predictions: all tensors but the loss and those ``ignored``."""
-    exported = captured.exported
-    results = _results_without_values(exported) or captured.in_evaluation().exported.results
-    names = [name for name, kind in results.items() if name not in ("loss", *ignored)]
-    for name in names:
-        if not issubclass(results[name], torch.Tensor):
-            raise InputError(f"Trainer: output {name} is a {results[name].__name__}; a prediction is one tensor")
-    return tuple(names)
-
-
-def _results_without_values(exported: ExportedModel) -> dict[str, type]:
-    """What the model's result in an evaluation holds; nothing if its code needs values, such as a choice of experts."""
-    model = empty_model(exported.build, exported.device)
+    model = empty_model(build, device)
     model.module.eval()
-    arguments = two_samples(model, exported.inputs)
-    padded = patch.object(torch.backends.mha, "get_fastpath_enabled", lambda: False)  # nested tensors need values
     try:
-        with torch.no_grad(), model.mode, padded, quiet_torch():
-            result = model.module(**arguments)
-    except Exception:
-        return {}
+        result = run_without_values(model, inputs)
+    except Exception as error:
+        raise InputError(
+            f"Trainer: the outputs of {type(model.module).__name__} cannot be found out, since its forward needs "
+            f"values ({explain(error)}); evaluate without compute_metrics"
+        ) from None
     if not isinstance(result, Mapping):
         raise InputError(
             f"Trainer: {type(model.module).__name__} returns a {type(result).__name__}, whose entries have no names; "
             "return a dict or a ModelOutput, or evaluate without compute_metrics"
         )
-    return {name: type(value) for name, value in result.items() if value is not None}
+    names = [name for name, value in result.items() if value is not None and name not in ("loss", *ignored)]
+    for name in names:
+        if not isinstance(result[name], torch.Tensor):
+            raise InputError(f"Trainer: output {name} is a {type(result[name]).__name__}; a prediction is one tensor")
+    return tuple(names)
 
 
 def mean_loss(

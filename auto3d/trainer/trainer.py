@@ -111,7 +111,7 @@ class Trainer(transformers.Trainer):
                 "Trainer: data_collator.seed: its own generator would draw other numbers on each rank; leave it out: "
                 "the numbers follow from args.seed"
             )
-        self._pipeline = Pipeline(model, args, self._own_loss(args, compute_loss_func))
+        self._pipeline = Pipeline(model, args)
         self._between_steps = False
         self._first_item: int | None = None  # see CollatedData
         self._iterations: Iterator[tuple[int, IterationResult]] = iter(())
@@ -130,16 +130,14 @@ class Trainer(transformers.Trainer):
         )
         self._train_batch_size = self._pipeline.batch.micro_batch_size
         self._made_with = {name: getattr(self, name) for name in ("compute_loss_func", "label_smoother")}
-
-    def _own_loss(self, args: TrainingArguments, compute_loss_func: Any) -> ComputeLoss | None:
-        """The loss that is not the model's own, if there is one."""
-        names = {
+        losses = {
             "compute_loss": type(self).compute_loss is not transformers.Trainer.compute_loss,
             "compute_loss_func": compute_loss_func is not None,
-            SMOOTHING: args.label_smoothing_factor != 0,
+            SMOOTHING: self.label_smoother is not None,  # transformers smooths no labels of several classes at once
         }
-        name = next((name for name, is_given in names.items() if is_given), None)
-        return None if name is None else ComputeLoss(self.compute_loss, name)
+        for name in (name for name, is_own in losses.items() if is_own):
+            self._pipeline.compute(ComputeLoss(self.compute_loss, name))
+            break
 
     @property
     def plan(self) -> Plan | None:

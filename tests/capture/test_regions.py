@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from auto3d.capture.autocast import AutocastState
 from auto3d.capture.errors import CaptureError
+from auto3d.capture.export import InputSpec, export
 from auto3d.capture.model import capture
 from tests.capture.one_stage import assert_equal_to_eager
 from tests.capture.test_in_place import SPECS, WIDTH, Layers, X
@@ -77,3 +79,29 @@ def test_other_transforms_are_refused():
 
     with pytest.raises(CaptureError, match=r"test_regions.py, line \d+"):
         capture(type("Model", (Layers,), {"between": gradient}), SPECS, 4)
+
+
+class ReadsInRegion(nn.Module):
+    """Reads a value that is known, between the begin of autocast and its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            steps = torch.arange(4)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = self.a(x) if bool((steps < 4).all()) else x
+        return y.float().square().mean()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_capture_leaves_autocast_as_it_was(precision):
+    """On a nesting that does not end, later code of the process would go on with casts of old weights."""
+    before = AutocastState.now()
+    specs = {"x": InputSpec(shape=(4,), dtype=torch.float32)}
+    exported = export(ReadsInRegion, specs, 2, precision=precision)
+    assert AutocastState.now() == before
+    products = [str(node.meta["val"].dtype) for node in exported.program.nodes if "linear" in str(node.target)]
+    assert products == ["torch.bfloat16"]

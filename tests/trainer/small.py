@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BertForSequenceClassification,
     BertForTokenClassification,
     DataCollatorForLanguageModeling,
     GPT2Config,
@@ -400,6 +401,18 @@ class Logits(Scores):
         return {"logits": self.head(self.body(x).relu())}
 
 
+def several_classes():
+    config = BertConfig(**SIZES, **UNDROPPED, problem_type="multi_label_classification", num_labels=3)
+    return BertForSequenceClassification(config)
+
+
+def kinds():
+    return [
+        {"input_ids": torch.tensor(row), "labels": torch.tensor([number % 2, number % 3, 1]).clamp(max=1).float()}
+        for number, row in enumerate(rows())
+    ]
+
+
 def partly_ignored(samples=18):
     """Samples of which a global batch of 4 lacks 2, with more labels in some of them than in others."""
     found = with_labels(rows(samples))
@@ -428,6 +441,10 @@ OWN_LOSSES = {  # losses of scripts -> their method, the model and the data, opt
     "smoothed tokens": (Plain, lambda: (llama(), partly_ignored()), SMOOTHED | IN_EPOCHS),
     "smoothed experts": (Plain, lambda: (mixture(balanced=False), partly_ignored()), SMOOTHED),
     "smoothed means": (Plain, lambda: (Logits(), classes()), SMOOTHED),
+    "several classes at once, not smoothed": (Plain, lambda: (several_classes(), kinds()), SMOOTHED),
+    "smoothed in bfloat16": (Plain, lambda: (llama(), partly_ignored()), SMOOTHED | {"bf16": True}),
+    "divided by items in bfloat16": (DividesSum, lambda: (llama(), partly_ignored()), {"bf16": True}),
+    "a mean of experts": (Penalised, lambda: (mixture(balanced=False), with_labels(rows())), {}),
 }
 
 

@@ -42,14 +42,25 @@ def mean(logits, labels):
     return cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def in_place(x, y, n):
+    losses = cross_entropy(x.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+    losses[0] /= n
+    return losses.sum()
+
+
 LOSSES = {  # what a loss makes of logits, labels and the number of items -> its mean, or a part of the refusal
     "a sum, divided": (lambda x, y, n: summed(x, y) / n, "summed-items"),
     "a mean": (lambda x, y, n: mean(x, y), "sum"),
-    "the number is printed": (lambda x, y, n: mean(x, y) + 0 * n, "sum"),
+    "one sample divided in place": (lambda x, y, n: in_place(x, y, n), "not inversely proportional"),
     "a mean, divided": (lambda x, y, n: mean(x, y) / n, "do not add up to that of all labels"),
     "a penalty of all places": (lambda x, y, n: (summed(x, y) + x.square().sum()) / n, "do not add up to that of all"),
     "half of it divided": (lambda x, y, n: summed(x, y) / n + x.square().mean(), "not inversely proportional"),
     "divided twice": (lambda x, y, n: summed(x, y) / n**2, "not inversely proportional"),
+    "a small penalty beside it": (lambda x, y, n: summed(x, y) / n + 1e-7 * x.square().mean(), "not inversely"),
+    "a penalty that is 0 here": (lambda x, y, n: summed(x, y) / n + (0.5 - x.std()).relu(), "not inversely"),
+    "a penalty that is 0 there": (lambda x, y, n: (summed(x, y) + (x.std() - 9).relu()) / n, "do not add up"),
+    "in place": (lambda x, y, n: summed(x, y).div_(n), "summed-items"),
+    "term by term": (lambda x, y, n: 0.9 * summed(x, y) / n + 0.1 * summed(2 * x, y) / n.clamp(min=1), "summed-items"),
     "no ignored labels": (lambda x, y, n: -x.log_softmax(-1).gather(-1, y[..., None]).sum() / n, "cannot be tried on"),
     "reads a value": (lambda x, y, n: summed(x, y) / max(1, int(n)), "cannot be tried on random outputs"),
 }
@@ -107,10 +118,14 @@ def test_no_number_is_divided_by_twice():
 
 
 def test_a_model_that_needs_values():
-    """A function of outputs is refused; for a loss of a script, its code is asked, unless the script says that it is a
-    mean."""
     with pytest.raises(InputError, match="cannot be tried on random outputs"):
         mean_of(loss_of(LOSSES["a mean"][0]), NeedsValues)
-    own = loss_of(LOSSES["a mean"][0], name="compute_loss")
-    assert mean_of(own, NeedsValues) == "items"
-    assert mean_of(own, NeedsValues, is_scaled=False) == "micro-batches"
+    assert mean_of(None, NeedsValues) == "items", "its code names the number"
+
+    def compute_loss(model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        return mean(outputs["logits"], labels), outputs
+
+    assert mean_of(ComputeLoss(compute_loss, "compute_loss"), NeedsValues) == "sum", "its code does not"
+    assert mean_of(ComputeLoss(compute_loss, "compute_loss"), NeedsValues, is_scaled=False) == "micro-batches"

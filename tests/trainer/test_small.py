@@ -139,7 +139,8 @@ def test_a_loss_of_the_script_is_that_of_one_transformers_process(degrees, names
     size = 4 if "dp" in degrees and "pp" in degrees else 2
     for two in processes.run(size, partial(own_losses, names=names, **degrees), tmp_path, free_port()):
         for name, expected in one.items():
-            assert two[name] == pytest.approx(expected, rel=1e-4), name
+            assert two[name][0] == pytest.approx(expected[0], rel=2e-5), name
+            assert two[name] == pytest.approx(expected, rel=TOLERANCE if "bfloat16" in name else 1e-4), name
 
 
 def logs_of_ways(world, folder, port, *classes):
