@@ -135,8 +135,9 @@ class Trainer(transformers.Trainer):
             "compute_loss_func": compute_loss_func is not None,
             SMOOTHING: self.label_smoother is not None,  # transformers smooths no labels of several classes at once
         }
-        if name := next((name for name, is_own in losses.items() if is_own), None):
-            self._pipeline.compute(ComputeLoss(self.compute_loss, name))
+        given = [name for name, is_own in losses.items() if is_own]
+        if given:
+            self._pipeline.compute(ComputeLoss(self.compute_loss, given[0]))
 
     @property
     def plan(self) -> Plan | None:
