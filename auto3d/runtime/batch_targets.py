@@ -19,6 +19,7 @@ class BatchTargets:
     terms: LossTerms = field(default_factory=LossTerms)
     micro_batches: int = 1  # micro-batches, or parts of them, in one global batch
     loss_mean: str = "targets"  # see TrainingSettings
+    label_places: int = 1  # labels of a global batch, ignored or not, for losses that are sums over items
     vary: bool = False  # the fraction of the places that is filled may not be 1, so updates must wait until it is known
 
     @property
@@ -34,10 +35,9 @@ class BatchTargets:
     def fraction(self, counts: Sequence[float], iteration: int, *, is_updated: bool) -> float:
         """The fraction of the places for targets that the global batch of ``iteration``, from 1, fills.
 
-        ``counts`` has the number of targets of each term, and then that of items if they count; where losses are sums
-        over items, it is this number. ``is_updated`` says whether the update did not wait for it. Raises InputError if
-        the terms of the loss would need different ones, so that no division of their sum is right, or if the update is
-        wrong because it did not wait.
+        ``counts`` has the number of targets of each term, and then that of items if they count. ``is_updated`` says
+        whether the update did not wait for it. Raises InputError if the terms of the loss would need different ones, so
+        that no division of their sum is right, or if the update is wrong because it did not wait.
         """
         if self.loss_mean == "sum":
             return 1.0
@@ -48,7 +48,7 @@ class BatchTargets:
                     f"iteration {iteration}: all targets of the global batch are ignored, so the loss is not defined; "
                     "give each global batch a target"
                 )
-            return items
+            return items / self.label_places
         counted = self.terms.counted
         if self.counts_items:
             *_, items = counts

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
+from math import prod
 
 from auto3d.capture.loss_terms import LossTerms, ScaledTerm, TargetTerm, loss_terms
 from auto3d.capture.model import CapturedModel
@@ -94,11 +95,18 @@ class RankLayout:
     @property
     def loss_weight(self) -> float:
         """Factor of each micro-batch's loss: their sum over the ranks is then the mean over the batch of an update, or
-        the sum, if that is the loss."""
+        the sum, if that is the loss. A loss that is a sum over items is divided by the places for them: gradients in
+        float16 are then as large as those of a mean."""
         if self.settings.loss_mean == SUMMED_ITEMS:
-            return self.schedule.updates
+            return self.schedule.updates / self.label_places
         mean = self.schedule.updates / (self.plan.dp * self.micro_batches * self.replicas)
         return mean * self.plan.dp * self.plan.micro_batches if self.settings.loss_mean == "sum" else mean
+
+    @property
+    def label_places(self) -> int:
+        """Labels of a global batch, ignored or not."""
+        _, *shape = self.captured.graph.inputs["labels"].shape
+        return prod(shape) * self.plan.dp * self.plan.micro_batches * self.plan.micro_batch_size
 
     @property
     def target_terms(self) -> tuple[TargetTerm, ...]:

@@ -41,7 +41,7 @@ from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import capture_slices, rank_program
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.same_samples import Readers, SameSamples
-from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
 from auto3d.runtime.stage import RunnableStage, StageModule
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.tensor_group import ProcessTensorGroup
@@ -244,6 +244,7 @@ def build_rank(
             terms=common.terms,
             micro_batches=plan.dp * layout.micro_batches,
             loss_mean=settings.loss_mean,
+            label_places=layout.label_places if settings.loss_mean == SUMMED_ITEMS else 1,
             vary=targets_vary(common.terms, may_ignore=data.may_ignore_targets),
         ),
         loss_scale=loss_scale,

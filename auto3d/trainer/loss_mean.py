@@ -211,7 +211,9 @@ def _not_tried(own: OwnLoss, error: Exception) -> InputError:
 
 def _reads_items(own: OwnLoss) -> bool:
     """Whether the code of a script's loss may read the number of items, or hand it on."""
-    code = inspect.unwrap(own.of.call).__code__
+    code = getattr(inspect.unwrap(own.of.call), "__code__", None)
+    if code is None:
+        return True
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
     names = {ITEMS, *code.co_varnames[count : count + 1]} if code.co_flags & inspect.CO_VARKEYWORDS else {ITEMS}
     return any(each.opname.startswith("LOAD") and each.argval in names for each in get_instructions(code))
