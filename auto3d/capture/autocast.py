@@ -23,32 +23,9 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": t
 TO_COPY = torch.ops.aten._to_copy.default
 
 
-@contextmanager
-def active(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Run code under automatic mixed precision; unlike torch.autocast, also for CUDA on a machine without a GPU."""
-    dtype = dtype or torch.get_autocast_dtype(device_type)
-    before = (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
-    caches = torch.is_autocast_cache_enabled()
-
-    def set_to(enabled: bool, to: torch.dtype) -> None:
-        torch.set_autocast_enabled(device_type, enabled)
-        torch.set_autocast_dtype(device_type, to)
-
-    set_to(True, dtype)
-    torch.set_autocast_cache_enabled(False)
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        set_to(*before)
-        torch.set_autocast_cache_enabled(caches)
-
-
 @dataclass(frozen=True)
 class AutocastState:
-    """The state of torch.autocast in this thread: on a deeper nesting it keeps casts of weights, which may be stale."""
+    """The state of torch.autocast in this thread. It keeps casts of weights, which go stale, while it is nested."""
 
     kinds: tuple[tuple[str, bool, torch.dtype], ...]  # (device type, whether it is enabled, its precision)
     caches: bool
@@ -70,6 +47,22 @@ class AutocastState:
             torch.autocast_increment_nesting()
         for _ in range(nesting - self.nesting):
             torch.autocast_decrement_nesting()
+        if not self.nesting:
+            torch.clear_autocast_cache()
+
+
+@contextmanager
+def active(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Run code under automatic mixed precision; unlike torch.autocast, also for CUDA on a machine without a GPU."""
+    before = AutocastState.now()
+    torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, dtype or torch.get_autocast_dtype(device_type))
+    torch.set_autocast_cache_enabled(False)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 def share_weight_casts(program: fx.Graph, parameters: Mapping[str, str]) -> dict[str, str]:

@@ -41,7 +41,7 @@ class KnownValues(TorchFunctionMode):
         self.readings = 0  # number of times that code read a value during the trace
         self._known: dict[fx.Node, Any] = {}
         self._seen: set[fx.Node] = set()
-        self._autocast = AutocastState.now()  # that of the nodes which were evaluated so far
+        self._autocast = AutocastState.now()  # after the last node that was evaluated
         self._overwritten: set[int] = set()  # memory of known values that was overwritten with data
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -27,11 +27,6 @@ class BatchTargets:
         """Whether the loss is divided by the number of targets that the data says, instead of those of a term."""
         return self.loss_mean == SUMMED_ITEMS or (self.loss_mean == "items" and bool(self.terms.counted))
 
-    @property
-    def waits(self) -> bool:
-        """Whether updates must wait until the number of targets is known."""
-        return self.vary or self.loss_mean == SUMMED_ITEMS
-
     def fraction(self, counts: Sequence[float], iteration: int, *, is_updated: bool) -> float:
         """The fraction of the places for targets that the global batch of ``iteration``, from 1, fills.
 
@@ -41,14 +36,6 @@ class BatchTargets:
         """
         if self.loss_mean == "sum":
             return 1.0
-        if self.loss_mean == SUMMED_ITEMS:
-            (items,) = counts
-            if not items:
-                raise InputError(
-                    f"iteration {iteration}: all targets of the global batch are ignored, so the loss is not defined; "
-                    "give each global batch a target"
-                )
-            return items / self.label_places
         counted = self.terms.counted
         if self.counts_items:
             *_, items = counts
@@ -57,6 +44,8 @@ class BatchTargets:
             term.name: count / (term.places * self.micro_batches) for term, count in zip(counted, counts, strict=True)
         }
         each |= dict.fromkeys((*self.terms.constant, *self.terms.other), 1.0)
+        if self.loss_mean == SUMMED_ITEMS:
+            each["labels"] = items / self.label_places  # such a loss has no terms
         if not each:
             return 1.0
         fraction = next(iter(each.values()))
@@ -67,8 +56,6 @@ class BatchTargets:
                 f"({described}), so their micro-batches cannot be weighted by the number of targets; ignore equally "
                 "many targets of each, or none"
             )
-        if not counted:
-            return 1.0
         if not fraction > 0:
             raise InputError(
                 f"iteration {iteration}: all targets of the global batch are ignored ({described}), so the loss is not "

@@ -73,7 +73,7 @@ class Executor:
         self._clip_norm = clip_norm
         self._targets = targets or BatchTargets()
         self._loss_scale = loss_scale or LossScale()
-        self._waits_for_sums = bool(clip_norm) or self._loss_scale.is_used or self._targets.waits
+        self._waits_for_sums = bool(clip_norm) or self._loss_scale.is_used or self._targets.vary
         self._learning_rate = learning_rate  # iteration, from 0 -> the rate of its updates
         self._program = Program(steps=())  # the one that runs
         self._updates: Counter[PipeStage] = Counter()  # updates of each stage in this program
@@ -244,7 +244,7 @@ class Executor:
         then how many the data says, if these count."""
         count = self._inputs.micro_batches
         counts: list[torch.Tensor | float] = [0.0 for _ in self._targets.terms.counted]
-        for stage in self._stages.values():
+        for stage in self._stages.values() if counts else ():
             for micro_batch in range(iteration * count, (iteration + 1) * count):
                 for number, targets in stage.counts.pop(micro_batch, {}).items():
                     counts[number] = counts[number] + targets.double()

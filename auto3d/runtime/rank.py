@@ -223,6 +223,7 @@ def build_rank(
         _compile(stages, world, device)
     # The optimizers' state is the last large memory.
     optimizers = _optimizers(layout, tensors, settings, sync, run_ahead)
+    is_summed = settings.loss_mean == SUMMED_ITEMS
     # The executor only puts together what exists by now.
     totals = Totals(
         everyone,
@@ -244,8 +245,8 @@ def build_rank(
             terms=common.terms,
             micro_batches=plan.dp * layout.micro_batches,
             loss_mean=settings.loss_mean,
-            label_places=layout.label_places if settings.loss_mean == SUMMED_ITEMS else 1,
-            vary=targets_vary(common.terms, may_ignore=data.may_ignore_targets),
+            label_places=layout.label_places if is_summed else 1,
+            vary=is_summed or targets_vary(common.terms, may_ignore=data.may_ignore_targets),
         ),
         loss_scale=loss_scale,
         learning_rate=learning_rate_of(settings.optimizer, settings.iterations),

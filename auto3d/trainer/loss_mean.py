@@ -25,7 +25,7 @@ from auto3d.trainer.instance import run_without_values
 from auto3d.trainer.own_loss import ITEMS, SMOOTHING, OwnLoss, own_loss_of
 
 _FEW = 16  # tokens that are enough to try a loss
-_SCALES = (0.0, 1.0, 100.0)  # of outputs, for terms that are 0 at some
+_SCALES = (0.0, 1.0, 100.0)  # outputs are tried at these: a term may be 0 at one
 _ALIKE = 1e-4  # difference that rounding may explain
 
 
@@ -70,20 +70,21 @@ def _divided(
     """The ``loss_mean`` of micro-batches that are added up; ``may_divide`` allows a guess where it cannot be tried."""
     if own is not None and own.of.name == SMOOTHING:
         return SUMMED_ITEMS  # transformers' LabelSmoother divides
-    if own is not None and (uses := _uses_of(model, _short(inputs), own, device=device)).error is None:
-        inputs = _short(inputs)
-    else:
-        uses = _uses_of(model, inputs, own, device=device)
+    given = inputs if own is None else _short(inputs)
+    uses = _uses_of(model, given, own, device=device)
+    if uses.error is not None and given != inputs:
+        given = inputs
+        uses = _uses_of(model, given, own, device=device)
     if uses.error is not None:
-        if own is not None and not _reads_items(own):
-            return "sum"
         if own is not None:
-            raise _not_tried(own, uses.error)
+            if _reads_items(own):
+                raise _not_tried(own, uses.error)
+            return "sum"
         return "items" if may_divide and _may_divide(model.module) else "sum"
     if own is not None and uses.by_script:
         if uses.by_model:
             raise InputError(f"Trainer: both compute_loss and the model divide by {ITEMS}; let one of them do it")
-        return _mean_of_own(own, uses.outputs, inputs)
+        return _mean_of_own(own, uses.outputs, given)
     return "items" if uses.by_model else "sum"
 
 
@@ -93,7 +94,7 @@ class _Uses(TorchFunctionMode):
     def __init__(self, items: torch.Tensor, own: OwnLoss | None) -> None:
         self._items, self._own = items, own
         self.by_model = self.by_script = False
-        self.outputs: Any = None  # what the model returned to ``own``
+        self.outputs: Any = None  # the model's result, as ``own`` got it
         self.error: Exception | None = None  # why the code did not run without values
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

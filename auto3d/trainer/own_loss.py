@@ -24,7 +24,7 @@ class ComputeLoss:
 
     call: Callable[..., Any]
     """``Trainer.compute_loss``; with return_outputs=True it gives (the loss, what the model returned)."""
-    name: str  # what a script has given: compute_loss, compute_loss_func or SMOOTHING
+    name: str  # compute_loss, compute_loss_func or SMOOTHING, which a script has given
 
 
 class OwnLoss:
@@ -37,7 +37,7 @@ class OwnLoss:
     def __init__(self, model: nn.Module, compute_loss: ComputeLoss, *, gets_items: bool = False) -> None:
         self._model, self.of, self._gets_items = model, compute_loss, gets_items
         self.forward: Callable[..., Any] = model.forward
-        self._autocast: AbstractContextManager | None = None  # of the model, while ``compute_loss`` runs
+        self._autocast: AbstractContextManager | None = None  # None while ``compute_loss`` does not run
         self.in_model = False  # whether the model's own forward runs, which it calls
 
     def __call__(self, *arguments: Any, **inputs: Any) -> Any:

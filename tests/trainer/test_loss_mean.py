@@ -48,7 +48,7 @@ def in_place(x, y, n):
     return losses.sum()
 
 
-LOSSES = {  # what a loss makes of logits, labels and the number of items -> its mean, or a part of the refusal
+LOSSES = {  # a loss of logits, labels and the number of items -> its mean, or a part of the refusal
     "a sum, divided": (lambda x, y, n: summed(x, y) / n, "summed-items"),
     "a mean": (lambda x, y, n: mean(x, y), "sum"),
     "one sample divided in place": (lambda x, y, n: in_place(x, y, n), "not inversely proportional"),
