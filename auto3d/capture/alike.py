@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+_SIMPLE = frozenset((int, bool, float, str, type(None), torch.dtype))
+
 
 class DerivedCalls:
     """Adds calls to ``graph``, a program that is derived from a captured one. Of calls that are alike, one runs."""
@@ -23,7 +25,7 @@ class DerivedCalls:
         node = self._graph.create_node("call_function", target, args, kwargs, name=name)
         if node.name != name:
             node.name = name
-        node.meta = {**origin.meta, "val": value}
+        node.meta.update(origin.meta, val=value)
         return node
 
     def result(self, target: Any, args: tuple, kwargs: dict) -> Any:
@@ -53,6 +55,9 @@ def signature(target: Callable | str, args: Sequence[Any], kwargs: Mapping[str, 
 
 def described(argument: Any, of_node: Callable[[fx.Node], Hashable]) -> Hashable:
     """Arguments of a call as something to compare: nodes as ``of_node`` says, and other tensors without elements."""
+    kind = type(argument)
+    if kind in _SIMPLE:  # most arguments
+        return kind, argument
     if isinstance(argument, fx.Node):
         return fx.Node, of_node(argument)
     if isinstance(argument, torch.Tensor):
@@ -61,7 +66,7 @@ def described(argument: Any, of_node: Callable[[fx.Node], Hashable]) -> Hashable
         return tuple([described(each, of_node) for each in argument])
     if isinstance(argument, dict):
         return tuple([(name, described(each, of_node)) for name, each in argument.items()])
-    return type(argument), argument  # 1, 1.0 and True are equal, but give results of different types
+    return kind, argument  # 1, 1.0 and True are equal, but give results of different types
 
 
 def _value(node: fx.Node) -> Hashable:

@@ -2,7 +2,9 @@
 
 import operator
 from collections.abc import Mapping
+from functools import cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,7 +24,13 @@ def is_random(node: fx.Node) -> bool:
     if node.target is ATTENTION:  # torch does not tag it, although it draws if its dropout is above 0
         dropout = node.kwargs.get("dropout_p", node.args[DROPOUT] if len(node.args) > DROPOUT else 0.0)
         return bool(dropout)
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return _draws(target_of(node))
+
+
+@cache
+def _draws(target: Any) -> bool:
+    """Whether torch says that the operator draws random numbers."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def describe(exported: ExportedModel, *, fused_attention: bool = True) -> Graph:

@@ -331,8 +331,9 @@ def _forget_device(program: fx.Graph) -> None:
         return _META if isinstance(value, torch.device) else value
 
     for node in program.nodes:
-        node.args = fx.node.map_aggregate(node.args, forgotten)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, forgotten)
+        if any(isinstance(leaf, torch.device) for leaf in (*node.args, *node.kwargs.values())):
+            node.args = fx.node.map_aggregate(node.args, forgotten)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, forgotten)
 
 
 def _make_gradients_dense(program: fx.Graph) -> None:

@@ -96,7 +96,8 @@ class _Search:
         self._options: dict[tuple, tuple[RunOption, ...]] = {}
         self._transitions: dict[tuple[int, int, int], StateTransitions] = {}
         self._keys = Numbers()
-        self._debts: dict[tuple[Operand, int], int] = {}
+        self._only_partial = self._numbered(frozenset({PARTIAL}))
+        self._debts: dict[Operand, int] = {}
         self._between: dict[tuple[Operand, int, int], float] = {}
 
     def run(self, states: int) -> Derivation:
@@ -206,11 +207,11 @@ class _Search:
 
     def _debt(self, value: Operand, placements: int) -> int:
         """The cost of reducing ``value`` if it is only partial."""
-        key = value, placements
-        if key not in self._debts:
-            only_partial = self._sets[placements] == {PARTIAL}
-            self._debts[key] = _units(self.costs.of_reduction(value)) if only_partial else 0
-        return self._debts[key]
+        if placements != self._only_partial:
+            return 0
+        if value not in self._debts:
+            self._debts[value] = _units(self.costs.of_reduction(value))
+        return self._debts[value]
 
     def _to_others(self, transitions: StateTransitions, number: int) -> np.ndarray:
         """The cost of conversions from state ``number`` to each state; infinite where there are none."""
