@@ -196,7 +196,7 @@ class Executor:
                 self._sync.scale(factor)
         self._stages[pipe_stage].weights.next()
         self._updates[pipe_stage] += 1
-        for optimizer, learning_rate in () if self._skips else self._optimizers[pipe_stage]:
+        for optimizer, learning_rate in () if self._skips else self._optimizers[pipe_stage].values():
             optimizer.step()
             if self._updates[pipe_stage] % self._program.updates == 0:  # the rate changes once per iteration
                 learning_rate.step()

@@ -40,8 +40,8 @@ def _have_fused_update(parameters: Sequence[nn.Parameter]) -> bool:
     return all(p.is_cuda and p.is_floating_point() and p.is_contiguous() for p in parameters)
 
 
-Optimizers = tuple[tuple[torch.optim.Optimizer, LRScheduler], ...]
-"""The optimizers of some parameters, each with its learning-rate schedule."""
+Optimizers = Mapping[OptimizerSettings, tuple[torch.optim.Optimizer, LRScheduler]]
+"""The settings of some parameters' updates -> their optimizer, with its learning-rate schedule."""
 
 
 def build_optimizers(
@@ -61,10 +61,10 @@ def build_optimizers(
         updated.setdefault(rules[name], []).append(parameter)
     for piece in (piece for shard in shards for piece in shard.pieces):
         updated.setdefault(piece.rule, []).append(piece.tensor)
-    return tuple(
-        build_optimizer(each, rule, iterations=iterations, shards=shards, run_ahead=run_ahead)
+    return {
+        rule: build_optimizer(each, rule, iterations=iterations, shards=shards, run_ahead=run_ahead)
         for rule, each in updated.items()
-    )
+    }
 
 
 def build_optimizer(

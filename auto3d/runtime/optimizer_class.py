@@ -136,6 +136,15 @@ def _class_and_arguments(settings: OptimizerSettings) -> tuple[type[torch.optim.
     return kind, options | dict(settings.arguments)
 
 
+def import_path(kind: type[torch.optim.Optimizer]) -> str:
+    """The path by which settings name ``kind``. Raises InputError for a class that it does not find again."""
+    module = "torch.optim" if getattr(torch.optim, kind.__name__, None) is kind else kind.__module__
+    path = f"{module}{'.' if module == 'torch.optim' else ':'}{kind.__name__}"
+    if "." in kind.__qualname__ or _imported(path) is not kind:
+        raise InputError(f"optimizer: {kind.__qualname__} is a class inside another scope; define it in a module")
+    return path
+
+
 @cache
 def _imported(path: str) -> type[torch.optim.Optimizer]:
     module, _, name = path.rpartition(":" if ":" in path else ".")
@@ -236,7 +245,7 @@ def _check_resumes(settings: OptimizerSettings) -> None:
         return
     dimensions = traits_of(settings).dimensions
     optimizer = kind(_probes([shape for shape in _PROBE_SHAPES if len(shape) in dimensions]), **arguments)
-    before = _attributes(optimizer)
+    before = attributes_of(optimizer)
     _step(optimizer, 0, 1.0)
     first = _kept(optimizer)
     for step, scale in enumerate(_PROBE_SCALES[1:], 1):
@@ -246,7 +255,7 @@ def _check_resumes(settings: OptimizerSettings) -> None:
             f"optimizer: {settings.optimizer} keeps {late[0][1]} in some steps only, so a training that resumes would "
             "go on without it; keep it from the first step on, or write no checkpoints"
         )
-    after = _attributes(optimizer)
+    after = attributes_of(optimizer)
     if changed := sorted(name for name in after if before.get(name) != after[name]):
         raise InputError(
             f"optimizer: {settings.optimizer} counts in {changed[0]}, outside of its state, which checkpoints do not "
@@ -255,7 +264,7 @@ def _check_resumes(settings: OptimizerSettings) -> None:
         )
 
 
-def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Its own attributes, without those of every torch optimizer."""
     common = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
     return {name: repr(value) for name, value in vars(optimizer).items() if name not in common}

@@ -37,6 +37,7 @@ def update_rules(
             rule = _in_group(rule, settings.groups[number])
             used.add(number)
         rules[name] = replace(rule, weight_decay=0.0) if name in exempt else rule
+    used.update(number for number, group in enumerate(settings.groups) if group.script_group is not None)
     if unused := sorted({*range(len(members))} - used):
         raise InputError(_unused(graph, settings.groups[unused[0]], unused[0], members[unused[0]]))
     return rules
@@ -59,11 +60,16 @@ def _members(graph: Graph, group: ParameterGroup) -> set[str]:
         for name, value in graph.parameters.items()
         if name in graph.trained
         and group.dimensions in (None, len(value.shape))
-        and any(fnmatchcase(name, pattern) for pattern in group.names)
+        and (name in group.names if group.script_group is not None else _matches(name, group.names))
     }
 
 
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def _in_group(rule: OptimizerSettings, group: ParameterGroup) -> OptimizerSettings:
+    rule = replace(rule, script_group=group.script_group)
     if group.optimizer is not None:
         rule = replace(rule, optimizer=group.optimizer, arguments=dict(group.arguments))
     if group.learning_rate is not None:

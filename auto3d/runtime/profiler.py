@@ -201,7 +201,7 @@ class _Profiler:
                 sync.zero({0})
                 sync.squared_norm()
                 sync.scale(1.0)
-                for optimizer, _ in optimizers:
+                for optimizer, _ in optimizers.values():
                     optimizer.step()
                 end = ranks.clock.mark()
                 ranks.clock.settle()  # an update begins on an idle device, since the host has waited for the norm

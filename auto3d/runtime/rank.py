@@ -1,6 +1,6 @@
 """One rank of a plan, built in order: layout, programs, process groups, state, stages, optimizers, executor."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.allocator import keep_freed_memory
 from auto3d.capture.graph import Graph, Value
@@ -104,7 +105,7 @@ class Rank:
     def state(self) -> dict[str, StatePart]:
         """Everything that training changes here, by name, except the learning rates and ``numbers``."""
         state = {f"model.{name}": self._part(name, tensor) for name, tensor in (self.parameters | self.buffers).items()}
-        for optimizer, _ in chain.from_iterable(self.optimizers.values()):
+        for optimizer, _ in self.updaters():
             for each in state_tensors(optimizer, self.parameters, self.slices):
                 if each.per_element:
                     part = self._part(each.parameter, each.tensor, each.flat)
@@ -122,6 +123,10 @@ class Rank:
             flat=flat,
             is_stored=name not in self.layout.captured.graph.written_buffers or self.layout.is_first_copy_of(name),
         )
+
+    def updaters(self) -> Iterator[tuple[torch.optim.Optimizer, LRScheduler]]:
+        """The optimizers of all stages, each with its learning-rate schedule."""
+        return chain.from_iterable(optimizers.values() for optimizers in self.optimizers.values())
 
     def numbers(self) -> dict[str, float]:
         """Numbers that training changes, the same on all ranks; they are part of a checkpoint."""
@@ -400,6 +405,6 @@ def _optimizers(
         optimizers[pipe_stage] = build_optimizers(
             whole, layout.rules, iterations=settings.iterations, shards=here, run_ahead=run_ahead
         )
-        for optimizer, _ in optimizers[pipe_stage]:
+        for optimizer, _ in optimizers[pipe_stage].values():
             make_state(optimizer)
     return optimizers

@@ -42,6 +42,9 @@ class ParameterGroup:
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)  # further arguments of ``optimizer``
     learning_rate: float | None = None
     weight_decay: float | None = None
+    script_group: int | None = None
+    """The number of this group in the optimizer of a user's script. Its ``names`` are no globs, and it may have no
+    trained parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,7 @@ class OptimizerSettings:
     learning_rate_arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)  # arguments of that schedule
     warmup_iterations: int = 0  # iterations in which the rate rises linearly from 0
     clip_norm: float = 1.0  # upper bound of the global gradient norm; 0: no clipping
+    script_group: int | None = None  # in the settings of one parameter: that of its ParameterGroup
 
     @property
     def updates_all_alike(self) -> bool:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -265,7 +264,7 @@ def _resume(
     (done,) = newest_iteration
     if done is None:
         return 0
-    for optimizer, _ in chain.from_iterable(rank.optimizers.values()):
+    for optimizer, _ in rank.updaters():
         make_state_to_load(optimizer)
     source = checkpoint_folder(checkpoints.folder, done)
     with CheckpointReader(source) as reader:
@@ -280,7 +279,7 @@ def _resume(
 
 def _advance(rank: Rank, iterations: int) -> None:
     """Set the learning rates of ``rank`` to those after ``iterations``."""
-    for optimizer, learning_rate in chain.from_iterable(rank.optimizers.values()):
+    for optimizer, learning_rate in rank.updaters():
         advance(optimizer, learning_rate, iterations - rank.loss_scale.skipped_iterations)
 
 

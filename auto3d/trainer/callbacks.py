@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, UnsupportedFakeTensorException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.optim.lr_scheduler import LambdaLR
 from transformers.trainer_callback import CallbackHandler
 
 from auto3d.errors import InputError
@@ -19,6 +18,7 @@ from auto3d.runtime.gathered import of_all_ranks
 from auto3d.trainer.gather import hash_of
 from auto3d.trainer.instance import traits_of
 from auto3d.trainer.looks import OF_MODEL, may_look
+from auto3d.trainer.optimizer import numbers_of, options_of
 from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.supported import own_events
 
@@ -72,7 +72,7 @@ class PipelineCallbacks(CallbackHandler):
     """
 
     optimizer: torch.optim.Optimizer | None
-    lr_scheduler: LambdaLR | None
+    lr_scheduler: Any
 
     def __init__(self, handler: CallbackHandler, pipeline: Pipeline, start_again: Callable[[], None]) -> None:
         self.__dict__ |= vars(handler)
@@ -125,9 +125,6 @@ class PipelineCallbacks(CallbackHandler):
             self._start_again()
         elif on_any.get(VALUES):
             self._pipeline.scatter()
-        if on_any[RATES] or on_any[TRAITS]:
-            assert self.lr_scheduler is not None
-            self._pipeline.follow(self.lr_scheduler)
 
     @property
     def _looks(self) -> dict[str, Callable[[Any], Iterator[tuple[str, Any]]]]:
@@ -137,13 +134,13 @@ class PipelineCallbacks(CallbackHandler):
     def _fixed(self, args: Any) -> Iterator[tuple[str, Any]]:
         for name, value in vars(args).items():
             yield f"args.{name}", value
-        for number, group in enumerate(self.optimizer.param_groups if self.optimizer is not None else ()):
-            for name, value in group.items():
-                if name not in ("params", "lr"):
-                    yield f"{name} of optimizer.param_groups[{number}]", value
+        yield from self._of_groups(options_of)
 
     def _traits(self, args: Any) -> Iterator[tuple[str, Any]]:
         yield from traits_of(self.model)
+        yield from self._of_groups(
+            lambda optimizer: [{"params": list(map(id, each["params"]))} for each in optimizer.param_groups]
+        )
 
     def _values(self, args: Any) -> Iterator[tuple[str, Any]]:
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
@@ -151,6 +148,10 @@ class PipelineCallbacks(CallbackHandler):
                 yield f"the values of {name}", hash_of(tensor)
 
     def _rates(self, args: Any) -> Iterator[tuple[str, Any]]:
-        if self.optimizer is not None and self.lr_scheduler is not None:
-            yield "the learning rate of optimizer.param_groups[0]", self.optimizer.param_groups[0]["lr"]
-            yield "base_lrs of lr_scheduler", list(self.lr_scheduler.base_lrs)
+        yield from self._of_groups(numbers_of)
+        yield "base_lrs of lr_scheduler", list(getattr(self.lr_scheduler, "base_lrs", ()))
+
+    def _of_groups(self, look: Callable[[torch.optim.Optimizer], list[dict[str, Any]]]) -> Iterator[tuple[str, Any]]:
+        for number, group in enumerate([] if self.optimizer is None else look(self.optimizer)):
+            for name, value in group.items():
+                yield f"{name} of optimizer.param_groups[{number}]", value

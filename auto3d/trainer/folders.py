@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.optim.lr_scheduler import LambdaLR
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -21,41 +20,19 @@ from auto3d.trainer.gather import PREFIX
 from auto3d.trainer.rank_zero import of_rank_0
 
 TRAINER_STATE = "trainer_state.json"
-RATES = ("learning_rate", "last_learning_rate", "base_learning_rate")  # numbers of a checkpoint
 
 
-def write_state(
-    folder: Path, training: Training, optimizer: OptimizerSettings, schedule: LambdaLR, timeout_s: float
-) -> None:
-    """Write the state of all ranks, and the rates that ``schedule`` has, into ``folder``; any rank may read it then.
-
-    All ranks must call it.
-    """
+def write_state(folder: Path, training: Training, optimizer: OptimizerSettings, timeout_s: float) -> None:
+    """Write the state of all ranks into ``folder``; any rank may read it then. All ranks must call it."""
     writer = CheckpointWriter(
         Checkpoints(folder=folder, every=None, keep=1),
         learnt_by(training.rank.common.plan, optimizer),
         timeout_s=timeout_s,
     )
-    rates = schedule.optimizer.param_groups[0]["lr"], schedule.get_last_lr()[0], schedule.base_lrs[0]
-    numbers = {**training.rank.numbers(), **dict(zip(RATES, rates, strict=True))}
-    writer.save(training.rank.state(), iteration=training.done, numbers=numbers)
+    writer.save(training.rank.state(), iteration=training.done, numbers=training.rank.numbers())
     if dist.get_rank():
         writer.finish()
     of_rank_0(writer.finish, "to complete the checkpoint", timeout_s=timeout_s)
-
-
-def load_rates(folder: Path, schedule: LambdaLR) -> None:
-    """Give ``schedule``, which is after the steps of the checkpoint in ``folder``, the rates of then.
-
-    A callback may have set them. Checkpoints of auto3d 0.2.0 have none.
-    """
-    step = newest(folder)
-    assert step is not None, "a training goes on from it"
-    with CheckpointReader(checkpoint_folder(folder, step)) as reader:
-        numbers = reader.checkpoint.numbers
-    if numbers.keys() >= set(RATES):
-        next_rate, last, base = (numbers[name] for name in RATES)
-        schedule.optimizer.param_groups[0]["lr"], schedule._last_lr, schedule.base_lrs = next_rate, [last], [base]
 
 
 def load_weights(folder: Path, training: Training) -> None:

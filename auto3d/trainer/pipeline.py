@@ -1,12 +1,10 @@
 """The pipeline of a Trainer: this rank's part of the model, and the model's weights between the two."""
 
 import gc
-from collections.abc import Callable, Collection, Mapping
-from itertools import chain
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from auto3d.capture.export import InputSpec
 from auto3d.capture.model import CapturedModel
@@ -19,19 +17,14 @@ from auto3d.runtime.training import Training
 from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.gather import check_alike, gather, keep_optimizer_state, make_alike, optimizer_state, scatter
 from auto3d.trainer.instance import build_of, check_reached, state_of, traits_of
+from auto3d.trainer.optimizer import check_optimizer, numbers_of, optimizer_settings
 from auto3d.trainer.own_loss import ComputeLoss, with_loss
 from auto3d.trainer.planned import batch_of, plan_of, planned_again
 from auto3d.trainer.samples import CollatedData
 from auto3d.trainer.settings import training_settings
 from auto3d.trainer.setup import setup
 
-KEPT = {  # field of OptimizerSettings that an optimizer keeps -> the argument that says it
-    "optimizer": "optim",
-    "arguments": "adam_epsilon",
-    "learning_rate": "learning_rate",
-    "weight_decay": "weight_decay",
-    "betas": "adam_beta1 or adam_beta2",
-}
+_NO_OPTIMIZER = OptimizerSettings(optimizer="sgd", momentum=0.0)  # of a pipeline that only evaluates
 
 
 class Pipeline:
@@ -54,7 +47,8 @@ class Pipeline:
         self._is_gathered = True  # whether the model has the pipeline's weights, or what the script made of them
         self._traits: dict[str, object] = {}  # those of the model in ``_planned``
         self._planned: tuple[Plan, CapturedModel] | None = None
-        self._learnt_by: OptimizerSettings | None = None  # settings of the optimizer that has learnt
+        self._learnt_by: torch.optim.Optimizer | None = None  # the script's optimizer of the steps so far
+        self._optimizer: torch.optim.Optimizer | None = None  # that of the training
         self._optimizer_state: dict[str, StatePart] = {}  # state of parameters that are frozen since
 
     def compute(self, loss: ComputeLoss) -> None:
@@ -84,20 +78,21 @@ class Pipeline:
         data: CollatedData,
         iterations: int,
         *,
-        decayed: Collection[str],
+        optimizer: torch.optim.Optimizer | None,
         loss_mean: str,
         gets_items: bool,
         checkpoints: Checkpoints | None,
         goes_on: bool = False,
     ) -> Training:
-        """Build a training of ``data`` from the model's weights, with the optimizer of an earlier one.
+        """Build a training of ``data`` from the model's weights, which updates them as ``optimizer`` would.
 
-        ``decayed`` names parameters with weight decay; ``loss_mean`` is that of TrainingSettings, ``gets_items`` that
-        of OwnLoss. If it ``goes_on``, it begins after the iterations of the earlier one, with its learning rates.
+        If that has learnt in an earlier training, it goes on from there; None is for evaluations. ``loss_mean`` is that
+        of TrainingSettings, ``gets_items`` that of OwnLoss. If it ``goes_on``, the training begins after the iterations
+        of the earlier one.
         """
         self.gather()  # an earlier training may have been interrupted
         earlier, self.training = self.training, None
-        if checkpoints is not None:
+        if checkpoints is not None or optimizer is not self._learnt_by:
             self._optimizer_state, self._learnt_by = {}, None
         elif earlier is not None:
             self._optimizer_state |= optimizer_state(earlier.rank)
@@ -115,17 +110,19 @@ class Pipeline:
             before = self._planned
             again = before and planned_again(*before, self._args, self.build, data.shapes)
             self._planned = again or plan_of(setup(), self._args, self.build, data.shapes)
-            if before is not None and self._learnt_by is not None:
-                _tell_thawed(self._planned[1].graph.trained - before[1].graph.trained)
             check_reached(self._model, self._planned[1].exported.constants)
         plan, captured = self._planned
-        exempt = {name for name, _ in self._model.named_parameters()} - set(decayed)
-        self.settings = training_settings(self._args, iterations, exempt, loss_mean)
-        self._check_optimizer()
+        updates = _NO_OPTIMIZER
+        if optimizer is not None:
+            if optimizer is not self._optimizer:
+                check_optimizer(optimizer, self._model)
+                self._optimizer = optimizer
+            updates = optimizer_settings(optimizer, self._model, clip_norm=self._args.max_grad_norm or 0.0)
+        self.settings = training_settings(self._args, iterations, updates, loss_mean)
         self.training = Training(
             captured, plan, self.settings, data, setup().world, state=self._weights, checkpoints=checkpoints
         )
-        if self._optimizer_state and checkpoints is None:
+        if self._learnt_by is not None:
             self._optimizer_state = keep_optimizer_state(
                 self.training.rank, self._optimizer_state, timeout_s=self._args.ddp_timeout
             )
@@ -138,19 +135,9 @@ class Pipeline:
         """Whether the model has other traits than when the pipeline was planned, so that it must start again."""
         return self._traits != dict(traits_of(self._model))
 
-    def _check_optimizer(self) -> None:
-        """Raise InputError if the arguments say another optimizer than the one that has learnt, which goes on."""
-        for name, argument in KEPT.items():
-            value = getattr(self.settings.optimizer, name)
-            if self._learnt_by is not None and value != (before := getattr(self._learnt_by, name)):
-                raise InputError(
-                    f"TrainingArguments.{argument}: it was {before!r} in the training before, and is {value!r}; the "
-                    "optimizer goes on, and keeps it: make a new Trainer, or set it back"
-                )
-
     def trained(self) -> None:
         """Note that the pipeline has newer weights than the model."""
-        self._is_gathered, self._learnt_by = False, self.settings.optimizer
+        self._is_gathered, self._learnt_by = False, self._optimizer
 
     def gather(self) -> None:
         """Copy the pipeline's weights into the model, on every rank, if the model has values."""
@@ -166,16 +153,17 @@ class Pipeline:
         if self.training is not None and self._weights is not None and self._is_gathered:
             scatter(self.training.rank, self._weights, timeout_s=self._args.ddp_timeout)
 
-    def follow(self, schedule: LambdaLR) -> None:
-        """Update at the rate of ``schedule`` from now on: that of its optimizer first, then those that follow from its
-        base rate."""
-        assert self.training is not None
-        (group,), (base,) = schedule.optimizer.param_groups, schedule.base_lrs
-        for optimizer, own in chain.from_iterable(self.training.rank.optimizers.values()):
-            assert isinstance(own, LambdaLR), "all schedules of transformers that auto3d offers are"
-            own.base_lrs = [base] * len(optimizer.param_groups)
-            for each in optimizer.param_groups:
-                each["lr"] = group["lr"]
+    def follow(self) -> None:
+        """Update from now on with the numbers that the groups of the script's optimizer have, such as its rates."""
+        assert self.training is not None and self._optimizer is not None
+        groups = numbers_of(self._optimizer)
+        for optimizers in self.training.rank.optimizers.values():
+            for rule, (optimizer, constant) in optimizers.items():
+                if rule.script_group is None:
+                    continue
+                for each in optimizer.param_groups:
+                    each.update(groups[rule.script_group])
+                constant.base_lrs = [groups[rule.script_group]["lr"]] * len(optimizer.param_groups)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The state dict of a model on the meta device, on every rank."""
@@ -186,14 +174,3 @@ class Pipeline:
         first_name = {id(parameter): name for name, parameter in self._model.named_parameters()}
         entries = self._model.state_dict(keep_vars=True).items()
         return {name: whole[first_name.get(id(tensor), name)] for name, tensor in entries}
-
-
-def _tell_thawed(names: frozenset[str]) -> None:
-    """Say which parameters are trained that were not, where transformers would not: its optimizer is made once."""
-    if names and not setup().world.rank:
-        more = f" and {len(names) - 1} more" * (len(names) > 1)
-        print(
-            f"auto3d: {min(names)}{more} thawed, and trained from now on; an optimizer that transformers has made "
-            "while they were frozen would leave them out",
-            flush=True,
-        )

@@ -11,7 +11,6 @@ import transformers
 from transformers import TrainerCallback
 
 from auto3d.errors import InputError
-from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,14 @@ ARGUMENTS: Mapping[str, Decision] = {
     "num_train_epochs": Honoured(),
     "max_steps": Honoured(),
     "learning_rate": Honoured(),
-    "lr_scheduler_type": Honoured(LEARNING_RATE_SCHEDULES, "the others follow a metric"),
+    "lr_scheduler_type": Honoured(),
     "lr_scheduler_kwargs": Honoured(),
     "warmup_steps": Honoured(),
     "optim": Honoured(
         ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adagrad", "rmsprop"),
-        "the pipeline's ranks have these optimizers",
+        "give others by Trainer(optimizers=) or Trainer(optimizer_cls_and_kwargs=)",
     ),
-    "optim_args": Refused("the optimizers have no further arguments here", (None, "")),
+    "optim_args": Honoured(),
     "weight_decay": Honoured(),
     "adam_beta1": Honoured(),
     "adam_beta2": Honoured(),
@@ -195,10 +194,8 @@ TRAINER: Mapping[str, Decision] = {
     "compute_loss_func": Honoured(),
     "compute_metrics": Honoured(),
     "callbacks": Honoured(),
-    "optimizers": Refused(
-        "each rank makes the optimizer of its own parameters; choose it by args.optim", (None, (None, None))
-    ),
-    "optimizer_cls_and_kwargs": Refused("choose the optimizer by args.optim"),
+    "optimizers": Honoured(),
+    "optimizer_cls_and_kwargs": Honoured(),
     "preprocess_logits_for_metrics": Honoured(),
 }
 """Every argument of Trainer."""
@@ -206,17 +203,12 @@ TRAINER: Mapping[str, Decision] = {
 METHODS = frozenset(
     {"add_callback", "evaluate", "is_local_process_zero", "is_world_process_zero", "log", "pop_callback", "predict"}
     | {"remove_callback", "save_model", "train", "_get_train_sampler", "get_decay_parameter_names"}
-    | {"compute_loss", "loss_is_scaled_for_ga"}
+    | {"compute_loss", "loss_is_scaled_for_ga", "create_optimizer", "create_scheduler"}
+    | {"get_optimizer_cls_and_kwargs"}
 )
 """Methods of Trainer that a subclass may override. Any other would not be called, or not where transformers does."""
 
 _MAY_OVERRIDE = f"a subclass of auto3d.Trainer may override {', '.join(sorted(METHODS))}"
-
-_OWN_ATTRIBUTES = {
-    "optimizer": "each stage makes its own; say by TrainingArguments.optim and learning_rate what it does",
-    "lr_scheduler": "each stage follows its own; say by TrainingArguments.lr_scheduler_type what it does",
-}
-"""Attributes of Trainer that transformers would use -> why they are refused, and the remedy."""
 
 EVENTS = frozenset(
     {"on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end"}
@@ -245,20 +237,16 @@ def check_overrides(kind: type, base: type) -> None:
             )
 
 
-def check_attributes(trainer: Any, own: Any, made_with: Mapping[str, Any]) -> None:
+def check_attributes(trainer: Any, made_with: Mapping[str, Any]) -> None:
     """Raise InputError for what a script has put into ``trainer`` and a pipeline would not use.
 
-    ``own`` is the scheduler of an earlier training, which is no script's; nor is its optimizer. ``made_with`` has other
-    attributes with the values that the trainer was made with.
+    ``made_with`` has attributes with the values that the trainer was made with.
     """
     for name in vars(trainer):
         if callable(getattr(transformers.Trainer, name, None)):
             raise InputError(
                 f"Trainer.{name}: refused: it was set on the trainer, and a pipeline cannot call it; {_MAY_OVERRIDE}"
             )
-    for name, remedy in _OWN_ATTRIBUTES.items():
-        if getattr(trainer, name) not in (None, own, getattr(own, "optimizer", None)):
-            raise InputError(f"Trainer.{name}: refused: it was set on the trainer, and {remedy}")
     for name, value in made_with.items():
         if getattr(trainer, name) is not value:
             raise InputError(f"Trainer.{name}: refused: it was set on the trainer; say it where the Trainer is made")

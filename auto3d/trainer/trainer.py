@@ -35,14 +35,16 @@ from auto3d.trainer.callbacks import (
 )
 from auto3d.trainer.checks import check_padding, check_same_data, check_samples, limits_of
 from auto3d.trainer.evaluation import Evaluation, check_batches, check_evaluation, evaluated, metrics_of, shifts_labels
-from auto3d.trainer.folders import check_complete, last_complete, load_rates, load_weights, write_state
+from auto3d.trainer.folders import check_complete, last_complete, load_weights, write_state
 from auto3d.trainer.instance import kept_by_forward, separate
 from auto3d.trainer.looks import is_of_user, may_look, reached, words_of
 from auto3d.trainer.loss_mean import loss_mean_of
+from auto3d.trainer.optimizer import KEPT, add_thawed, tell_thawed
 from auto3d.trainer.own_loss import SMOOTHING, ComputeLoss
 from auto3d.trainer.padding import padding_of
 from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.rank_zero import of_rank_0
+from auto3d.trainer.rates import check_rates, check_saved, follows_metric, load_rates, write_rates
 from auto3d.trainer.samples import CollatedData, InOrder, TrainOrder, samples_of
 from auto3d.trainer.supported import (
     check_arguments,
@@ -71,6 +73,8 @@ class Trainer(transformers.Trainer):
 
     args: TrainingArguments
     model: nn.Module
+    optimizer: Any  # None until the first training
+    lr_scheduler: Any  # likewise
 
     def __init__(
         self,
@@ -115,7 +119,7 @@ class Trainer(transformers.Trainer):
         self._between_steps = False
         self._first_item: int | None = None  # see CollatedData
         self._iterations: Iterator[tuple[int, IterationResult]] = iter(())
-        self._rate: Any = None  # a scheduler that tells the learning rate, from the first training on
+        self._optimizer_kept: dict[str, Any] = {}  # arguments with which transformers has made the optimizer
         super().__init__(
             model=model,
             args=args,
@@ -126,6 +130,8 @@ class Trainer(transformers.Trainer):
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         self._train_batch_size = self._pipeline.batch.micro_batch_size
@@ -161,7 +167,7 @@ class Trainer(transformers.Trainer):
         if self.train_dataset is None:
             raise InputError("Trainer.train: there is no train_dataset; give Trainer(train_dataset=)")
         check_callbacks(self.callback_handler.callbacks)
-        check_attributes(self, self._rate, self._made_with)
+        check_attributes(self, self._made_with)
         self._pipeline.check_batch()
         TOGETHER.call("Trainer.train", self.args.ddp_timeout)
         self.is_in_train = True
@@ -251,9 +257,11 @@ class Trainer(transformers.Trainer):
         checkpoints = None
         if resume_from_checkpoint is not None:
             checkpoints = Checkpoints(folder=Path(resume_from_checkpoint), every=None)
+        self._create_optimizer_and_scheduler(max_steps)
         training = self._start(data, max_steps, checkpoints)
         if self.args.save_strategy != "no":
             check_resumes(training.rank.common.rules.values())
+            check_saved(self.lr_scheduler)
         common = training.rank.common
         data.check_fill(missing, common.terms, common.captured.graph)
         if training.first != self.state.global_step:
@@ -266,21 +274,43 @@ class Trainer(transformers.Trainer):
         self._iterations, self._data, self._max_steps = training.iterations(), data, max_steps
         assert isinstance(data.order, TrainOrder)
         self._order, self._flos_of_sample = data.order, self._flos_of_one(data.shapes)
-        # The pipeline's optimizers follow their own copy of this schedule; what a callback sets here, they are told.
-        self.lr_scheduler = self.optimizer = None
-        rate = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=self.args.learning_rate)
-        self._rate = self.create_scheduler(max_steps, optimizer=rate)
-        rate.step()
-        for _ in range(training.first):
-            self._rate.step()
         if resume_from_checkpoint is not None:
-            load_rates(Path(resume_from_checkpoint), self._rate)
-            self._pipeline.follow(self._rate)
+            load_rates(Path(resume_from_checkpoint), self.optimizer, self.lr_scheduler, steps=training.first)
         self.callback_handler.model = self.model
-        self.optimizer, self.lr_scheduler = self._rate.optimizer, self._rate
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.callback_handler.train_dataloader = train_dataloader
         return self.model, train_dataloader
+
+    def _create_optimizer_and_scheduler(self, max_steps: int) -> None:
+        """Make them as transformers or the script does; an optimizer of an earlier training goes on.
+
+        Ranks make their own optimizers, which follow the groups of this one (optimizer.py).
+        """
+        if self._created_lr_scheduler:  # for another number of steps
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        if self.optimizer is None:
+            self._optimizer_kept = {}
+            self.create_optimizer()
+            if self._makes_optimizer:
+                self._optimizer_kept = {name: getattr(self.args, name) for name in KEPT}
+        for name, before in self._optimizer_kept.items():
+            if (value := getattr(self.args, name)) != before:
+                raise InputError(
+                    f"TrainingArguments.{name}: it was {before!r} in the training before, and is {value!r}; the "
+                    "optimizer goes on, and keeps it: make a new Trainer, or set it back"
+                )
+        self.create_scheduler(max_steps)
+        check_rates(self.optimizer, self.lr_scheduler)
+
+    @property
+    def _makes_optimizer(self) -> bool:
+        """Whether transformers makes the optimizer, from the arguments alone."""
+        return type(self).create_optimizer is transformers.Trainer.create_optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: transformers.TrainingArguments, model: Any = None) -> tuple[Any, Any]:
+        kind, arguments = transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return kind, {name: value for name, value in arguments.items() if name != "fused"}  # the device decides
 
     def _run_epoch(
         self,
@@ -325,13 +355,14 @@ class Trainer(transformers.Trainer):
             if self._is_stopped and self._micro_batches_of(step, steps_in_epoch) > 1:
                 break
             TOGETHER.mark(f"goes on with step {self.state.global_step + 1}")
+            self._pipeline.follow()
             _, result = next(self._iterations)
             self._pipeline.trained()
             self._add_loss(result.loss)
             self.current_flos += self._flos_of_sample * len(self._order.of(self.state.global_step))
-            learning_rate = self._rate.get_last_lr()[0]
-            if not result.skipped:
-                self._rate.step()
+            learning_rate = self._get_learning_rate()
+            if not result.skipped and not follows_metric(self.lr_scheduler):
+                self.lr_scheduler.step()
             self.state.global_step += 1
             self.state.epoch = epoch + min((step + 1) * self._micro_batches, steps_in_epoch) / steps_in_epoch
             self.control = self.callback_handler.on_step_end(args, self.state, self.control)
@@ -366,8 +397,12 @@ class Trainer(transformers.Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         training = self._pipeline.training
         assert training is not None, "checkpoints are written while it trains"
-        optimizer = self._pipeline.settings.optimizer
-        write_state(Path(output_dir), training, optimizer, self._rate, self.args.ddp_timeout)
+        write_state(Path(output_dir), training, self._pipeline.settings.optimizer, self.args.ddp_timeout)
+        of_rank_0(
+            lambda: write_rates(Path(output_dir), self.optimizer, self.lr_scheduler),
+            "to write the learning rates",
+            timeout_s=self.args.ddp_timeout,
+        )
 
     def _load_best_model(self) -> None:
         assert self._pipeline.training is not None
@@ -436,11 +471,13 @@ class Trainer(transformers.Trainer):
             is_scaled=self.loss_is_scaled_for_ga,
             device=self.args.device.type,
         )
+        if self.optimizer is not None and self._optimizer_kept:
+            tell_thawed(add_thawed(self.optimizer, self.model, self.get_decay_parameter_names(self.model)))
         self._first_item = int(self._loss_shifts_labels) if loss_mean in ("items", SUMMED_ITEMS) else None
         return self._pipeline.start(
             replace(data, first_item=self._first_item),
             iterations,
-            decayed=self.get_decay_parameter_names(self.model),
+            optimizer=self.optimizer,
             loss_mean=loss_mean,
             gets_items=gives_items and loss_mean != "items",  # there the model divides, as the data says
             checkpoints=checkpoints,
@@ -458,7 +495,7 @@ class Trainer(transformers.Trainer):
         """Evaluate the whole dataset of ``dataloader`` in the pipeline; all ranks must call it."""
         TOGETHER.call(f"Trainer.{'predict' if description == 'Prediction' else 'evaluate'}", self.args.ddp_timeout)
         args, samples = self.args, samples_of(dataloader.batch_sampler)
-        check_attributes(self, self._rate, self._made_with)
+        check_attributes(self, self._made_with)
         data = self._evaluation_data(dataloader)
         if self._pipeline.training is None or (not self.is_in_train and self._pipeline.is_outdated):
             self._start(data, 1, None)

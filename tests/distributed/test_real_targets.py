@@ -147,7 +147,7 @@ def tensors(rank: Rank) -> dict[str, dict[str, np.ndarray]]:
 
 
 def rates(rank: Rank) -> list[float]:
-    return [rate.get_last_lr()[0] for optimizers in rank.optimizers.values() for _, rate in optimizers]
+    return [rate.get_last_lr()[0] for _, rate in rank.updaters()]
 
 
 def overflow_once(rank: Rank) -> None:

@@ -85,7 +85,7 @@ def held(world, plan: Plan, optimizer: OptimizerSettings) -> tuple[int, int, int
     try:
         rank = build_rank(captured("gpt2", samples_at_once(plan)), plan, settings, TEXT, world)
         list(rank.executor.run(rank.programs[0], 0))
-        (((optimizer, _),),) = rank.optimizers.values()
+        ((optimizer, _),) = rank.updaters()
         states = [state["momentum_buffer"] for state in optimizer.state.values()]
         padding = sum(len(s.weights()) - sum(p.numel() for p in s.parameters.values()) for s in rank.slices)
         elements = sum(p.numel() for p in rank.parameters.values() if p.requires_grad)

@@ -1,0 +1,179 @@
+"""The optimizer that a script sees, and the settings of those that update the weights.
+
+transformers' Trainer, or the script, makes an optimizer of the model's parameters. It makes no step here: each rank
+makes optimizers of the same classes for what it holds of the weights. Before each step they get the numbers of its
+groups, which schedules and callbacks change.
+"""
+
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.optimization import Adafactor
+
+from auto3d.errors import InputError
+from auto3d.runtime.optimizer_class import attributes_of, import_path
+from auto3d.runtime.settings import OptimizerSettings, ParameterGroup
+from auto3d.trainer.setup import setup
+
+KEPT = ("optim", "optim_args", "adam_epsilon", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2")
+"""Arguments with which transformers makes an optimizer, which keeps them."""
+_NAMES: Mapping[type, str] = {torch.optim.AdamW: "adamw", torch.optim.SGD: "sgd", Adafactor: "adafactor"}
+_CHOSEN = ("foreach", "fused")  # a stage chooses them by its device
+_OF_SCHEDULE = ("step", "_opt_called")  # attributes that a schedule of torch gives its optimizer
+_REFUSED = ("capturable", "differentiable")
+_STAND_IN = 1e-3  # a learning rate for optimizers that are tried before any step, where the first rate is 0
+_LEFT_OUT = ParameterGroup(optimizer="sgd", learning_rate=0.0, weight_decay=0.0)
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Raise InputError unless ``optimizer`` is a new one of parameters of ``model``."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"Trainer: its optimizer is a {type(optimizer).__name__}; it takes a torch.optim.Optimizer")
+    if optimizer.state:
+        raise InputError(
+            "Trainer: its optimizer has made steps before: the pipeline's begin without what it has learnt; give a new "
+            "one, or resume from a checkpoint"
+        )
+    of_model = set(map(id, model.parameters()))
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in of_model:
+                raise InputError(
+                    f"Trainer: param_groups[{number}] of its optimizer has a parameter of shape "
+                    f"{tuple(parameter.shape)} that is none of the model's; make it of the parameters of the model "
+                    "that the Trainer gets"
+                )
+
+
+def optimizer_settings(optimizer: torch.optim.Optimizer, model: nn.Module, *, clip_norm: float) -> OptimizerSettings:
+    """Settings by which ranks update the parameters of ``model`` as ``optimizer`` would.
+
+    Trained parameters that it does not have keep their values; their gradients count in the norm. Raises InputError for
+    an optimizer whose groups do not say all that it does.
+    """
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [_group_of(optimizer, number, name_of) for number in range(len(optimizer.param_groups))]
+    names = {name for group in groups for name in group.names}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    first = groups[0]
+    assert first.optimizer is not None and first.learning_rate is not None, "a script's group says all"
+    return OptimizerSettings(
+        optimizer=first.optimizer,
+        arguments=first.arguments,
+        learning_rate=first.learning_rate,
+        groups=(*groups, _LEFT_OUT) if trained - names else tuple(groups),
+        momentum=0.0,
+        clip_norm=clip_norm,
+    )
+
+
+def add_thawed(optimizer: torch.optim.Optimizer, model: nn.Module, decayed: Collection[str]) -> set[str]:
+    """Add the trained parameters of ``model`` that ``optimizer`` lacks to its groups with and without weight decay.
+
+    ``optimizer`` was made by transformers, whose groups these are; ``decayed`` are the parameters with weight decay.
+    Returns the names of those that are added.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    added: set[str] = set()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in held:
+            optimizer.param_groups[name not in decayed]["params"].append(parameter)
+            added.add(name)
+    return added
+
+
+def tell_thawed(names: Collection[str]) -> None:
+    """Say which parameters are trained that were not, where transformers would not: its optimizer is made once."""
+    if names and not setup().world.rank:
+        more = f" and {len(names) - 1} more" * (len(names) > 1)
+        print(
+            f"auto3d: {min(names)}{more} thawed, and trained from now on; an optimizer that transformers has made "
+            "while they were frozen would leave them out",
+            flush=True,
+        )
+
+
+def numbers_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Per group of ``optimizer``, the numbers that change how it updates: its rate, decay, betas, and so on.
+
+    What is no argument of its class, such as a count of steps, is no such number.
+    """
+    accepted = inspect.signature(type(optimizer)).parameters
+    return [
+        {name: _plain(value) for name, value in group.items() if name in accepted and _is_number(_plain(value))}
+        for group in optimizer.param_groups
+    ]
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Per group of ``optimizer``, what else it says beside its parameters."""
+    return [
+        {name: value for name, value in group.items() if name not in {*numbers, "params", "initial_lr"}}
+        for group, numbers in zip(optimizer.param_groups, numbers_of(optimizer), strict=True)
+    ]
+
+
+def _group_of(optimizer: torch.optim.Optimizer, number: int, name_of: Mapping[int, str]) -> ParameterGroup:
+    kind, group = type(optimizer), optimizer.param_groups[number]
+    for name in _REFUSED:
+        if group.get(name):
+            raise InputError(f"Trainer: its optimizer has {name}=True, which no stage does; leave it out")
+    rate = _plain(group.get("initial_lr", group.get("lr")))
+    if not _is_number(rate):
+        raise InputError(
+            f"Trainer: param_groups[{number}] of its optimizer has the lr {rate!r}; it takes a number, which a "
+            "schedule can change"
+        )
+    arguments = _arguments(optimizer, group)
+    return ParameterGroup(
+        names=tuple(name_of[id(each)] for each in group["params"] if id(each) in name_of),  # a script may replace some
+        optimizer=_NAMES.get(kind) or import_path(kind),
+        arguments=arguments,
+        learning_rate=float(rate) or _STAND_IN,
+        weight_decay=float(_plain(group.get("weight_decay", 0.0))),
+        script_group=number,
+    )
+
+
+def _arguments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with which the class of ``optimizer`` makes such a ``group``, without those of its settings."""
+    kind = type(optimizer)
+    given = {
+        name: _plain(group[name])
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if name in group and name not in ("params", *_CHOSEN, *_REFUSED)
+    }
+    try:
+        again = kind([nn.Parameter(torch.zeros(2, 2))], **given)
+    except Exception as error:  # a class may raise anything
+        raise InputError(f"Trainer: {kind.__name__} refuses what its groups hold: {error}") from None
+    other = again.param_groups[0]
+    unsaid = [name for name in {**group, **other} if name not in ("params", "lr", "initial_lr", *_CHOSEN)]
+    unsaid = [name for name in unsaid if _plain(group.get(name)) != _plain(other.get(name))]
+    before, after = attributes_of(optimizer), attributes_of(again)
+    unsaid += [name for name in {**before, **after} if name not in _OF_SCHEDULE and before.get(name) != after.get(name)]
+    if unsaid:
+        raise InputError(
+            f"Trainer: its optimizer has another {unsaid[0]} than a {kind.__name__} that is made with what its groups "
+            "say, so the ranks cannot make it again; keep its arguments in its groups by their names"
+        )
+    defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+    return {
+        name: value for name, value in given.items() if name not in ("lr", "weight_decay") and value != defaults[name]
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A number in place of a tensor of one element; tuples for lists."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_number, value))
+    return isinstance(value, int | float) and not isinstance(value, bool)

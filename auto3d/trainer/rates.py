@@ -1,0 +1,69 @@
+"""The schedule of a script's optimizer, and the numbers in its groups that schedules and callbacks change."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from transformers.optimization import GreedyLR
+
+from auto3d.errors import InputError
+from auto3d.trainer.optimizer import numbers_of
+
+FILE = "rates.json"  # in checkpoint-N
+
+
+def follows_metric(schedule: Any) -> bool:
+    """Whether ``schedule`` makes its steps at evaluations."""
+    return isinstance(schedule, (ReduceLROnPlateau, GreedyLR))
+
+
+def check_rates(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+    """Raise InputError unless ``schedule`` sets the rates of ``optimizer``."""
+    if not isinstance(schedule, (LRScheduler, GreedyLR)):
+        raise InputError(
+            f"Trainer: its lr_scheduler is a {type(schedule).__name__}; it takes one of torch.optim.lr_scheduler"
+        )
+    if schedule.optimizer is not optimizer:
+        raise InputError("Trainer: its lr_scheduler is that of another optimizer; make it of the one that trains")
+    # torch warns of a schedule whose optimizer makes no step; this one makes none, and the ranks' do.
+    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+
+
+def check_saved(schedule: Any) -> None:
+    """Raise InputError unless a checkpoint can hold what ``schedule`` keeps."""
+    try:
+        json.dumps(schedule.state_dict())
+    except TypeError as error:
+        raise InputError(
+            f"Trainer: its lr_scheduler, a {type(schedule).__name__}, keeps what a checkpoint cannot hold: {error}; "
+            'keep numbers there, or train with save_strategy="no"'
+        ) from None
+
+
+def write_rates(folder: Path, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+    """Write what ``schedule`` keeps and the numbers in the groups of ``optimizer`` into ``folder``."""
+    saved = {"schedule": schedule.state_dict(), "groups": numbers_of(optimizer)}
+    (folder / FILE).write_text(json.dumps(saved))
+
+
+def load_rates(folder: Path, optimizer: torch.optim.Optimizer, schedule: Any, *, steps: int) -> None:
+    """Give both what they had when the checkpoint in ``folder`` was written, after ``steps`` steps.
+
+    Checkpoints of auto3d 0.2.0 have no rates: they follow from the number of steps.
+    """
+    if not (folder / FILE).exists():
+        for _ in range(steps):
+            schedule.step()
+        return
+    saved = json.loads((folder / FILE).read_text())
+    if len(saved["groups"]) != len(optimizer.param_groups):
+        raise InputError(
+            f"Trainer.train: resume_from_checkpoint: {folder}: its optimizer had {len(saved['groups'])} groups; it has "
+            f"{len(optimizer.param_groups)} here; make the same groups"
+        )
+    schedule.load_state_dict(saved["schedule"])
+    for group, numbers in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update({name: tuple(value) if isinstance(value, list) else value for name, value in numbers.items()})
