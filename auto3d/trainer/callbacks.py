@@ -90,6 +90,7 @@ class PipelineCallbacks(CallbackHandler):
         control = self._called(event, args, state, control, **named)
         after = {kind: dict(look(args)) for kind, look in looks.items()}
         changed = {kind: _differing(before[kind], after[kind]) for kind in looks}
+        changed[FIXED] = [name for name in changed[FIXED] if name in before[FIXED]]  # nothing reads what is new
         self._follow(changed, event, args.ddp_timeout)
         return control
 

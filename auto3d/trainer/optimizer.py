@@ -22,6 +22,8 @@ KEPT = ("optim", "optim_args", "adam_epsilon", "learning_rate", "weight_decay", 
 """Arguments with which transformers makes an optimizer, which keeps them."""
 _NAMES: Mapping[type, str] = {torch.optim.AdamW: "adamw", torch.optim.SGD: "sgd", Adafactor: "adafactor"}
 _CHOSEN = ("foreach", "fused")  # a stage chooses them by its device
+_ADDED = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name")
+"""What schedules of torch, and scripts that name their groups, add to a group."""
 _OF_SCHEDULE = ("step", "_opt_called")  # attributes that a schedule of torch gives its optimizer
 _REFUSED = ("capturable", "differentiable")
 _STAND_IN = 1e-3  # a learning rate for optimizers that are tried before any step, where the first rate is 0
@@ -32,13 +34,16 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Raise InputError unless ``optimizer`` is a new one of parameters of ``model``."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"Trainer: its optimizer is a {type(optimizer).__name__}; it takes a torch.optim.Optimizer")
-    if optimizer.state:
-        raise InputError(
-            "Trainer: its optimizer has made steps before: the pipeline's begin without what it has learnt; give a new "
-            "one, or resume from a checkpoint"
-        )
     of_model = set(map(id, model.parameters()))
     for number, group in enumerate(optimizer.param_groups):
+        for name in _REFUSED:
+            if group.get(name):
+                raise InputError(f"Trainer: its optimizer has {name}=True, which no stage does; leave it out")
+        if not _is_number(rate := _highest_rate(group)):
+            raise InputError(
+                f"Trainer: param_groups[{number}] of its optimizer has the lr {rate!r}; it takes a number, which a "
+                "schedule can change"
+            )
         for parameter in group["params"]:
             if id(parameter) not in of_model:
                 raise InputError(
@@ -46,6 +51,11 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
                     f"{tuple(parameter.shape)} that is none of the model's; make it of the parameters of the model "
                     "that the Trainer gets"
                 )
+    if _has_learnt(optimizer):
+        raise InputError(
+            "Trainer: its optimizer has made steps before: the pipeline's begin without what it has learnt; give a new "
+            "one, or resume from a checkpoint"
+        )
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer, model: nn.Module, *, clip_norm: float) -> OptimizerSettings:
@@ -59,7 +69,8 @@ def optimizer_settings(optimizer: torch.optim.Optimizer, model: nn.Module, *, cl
     names = {name for group in groups for name in group.names}
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     first = groups[0]
-    assert first.optimizer is not None and first.learning_rate is not None, "a script's group says all"
+    assert first.optimizer is not None, "a script's group says all"
+    assert first.learning_rate is not None, "a script's group says all"
     return OptimizerSettings(
         optimizer=first.optimizer,
         arguments=first.arguments,
@@ -118,40 +129,27 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def _group_of(optimizer: torch.optim.Optimizer, number: int, name_of: Mapping[int, str]) -> ParameterGroup:
     kind, group = type(optimizer), optimizer.param_groups[number]
-    for name in _REFUSED:
-        if group.get(name):
-            raise InputError(f"Trainer: its optimizer has {name}=True, which no stage does; leave it out")
-    rate = _plain(group.get("initial_lr", group.get("lr")))
-    if not _is_number(rate):
-        raise InputError(
-            f"Trainer: param_groups[{number}] of its optimizer has the lr {rate!r}; it takes a number, which a "
-            "schedule can change"
-        )
     arguments = _arguments(optimizer, group)
     return ParameterGroup(
         names=tuple(name_of[id(each)] for each in group["params"] if id(each) in name_of),  # a script may replace some
         optimizer=_NAMES.get(kind) or import_path(kind),
         arguments=arguments,
-        learning_rate=float(rate) or _STAND_IN,
+        learning_rate=float(_highest_rate(group)) or _STAND_IN,
         weight_decay=float(_plain(group.get("weight_decay", 0.0))),
         script_group=number,
     )
 
 
+def _highest_rate(group: Mapping[str, Any]) -> Any:
+    return _plain(group.get("initial_lr", group.get("lr")))
+
+
 def _arguments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with which the class of ``optimizer`` makes such a ``group``, without those of its settings."""
-    kind = type(optimizer)
-    given = {
-        name: _plain(group[name])
-        for name, parameter in inspect.signature(kind).parameters.items()
-        if name in group and name not in ("params", *_CHOSEN, *_REFUSED)
-    }
-    try:
-        again = kind([nn.Parameter(torch.zeros(2, 2))], **given)
-    except Exception as error:  # a class may raise anything
-        raise InputError(f"Trainer: {kind.__name__} refuses what its groups hold: {error}") from None
+    kind, again = type(optimizer), _made_again(optimizer, group)
     other = again.param_groups[0]
-    unsaid = [name for name in {**group, **other} if name not in ("params", "lr", "initial_lr", *_CHOSEN)]
+    own = other if kind.__module__.startswith("torch.optim.") else {**other, **group}  # torch's read no further entries
+    unsaid = [name for name in own if name not in ("params", "lr", *_CHOSEN, *_ADDED)]
     unsaid = [name for name in unsaid if _plain(group.get(name)) != _plain(other.get(name))]
     before, after = attributes_of(optimizer), attributes_of(again)
     unsaid += [name for name in {**before, **after} if name not in _OF_SCHEDULE and before.get(name) != after.get(name)]
@@ -162,8 +160,35 @@ def _arguments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> di
         )
     defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
     return {
-        name: value for name, value in given.items() if name not in ("lr", "weight_decay") and value != defaults[name]
+        name: value
+        for name, value in _given(kind, group).items()
+        if name not in ("lr", "weight_decay") and value != defaults[name]
     }
+
+
+def _made_again(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer of the same class and with the arguments that ``group`` says, of a small parameter."""
+    kind = type(optimizer)
+    try:
+        return kind([nn.Parameter(torch.zeros(2, 2))], **_given(kind, group))
+    except Exception as error:  # a class may raise anything
+        raise InputError(f"Trainer: {kind.__name__} refuses what its groups hold: {error}") from None
+
+
+def _given(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of ``kind`` that ``group`` holds."""
+    names = [name for name in inspect.signature(kind).parameters if name not in ("params", *_CHOSEN, *_REFUSED)]
+    return {name: _plain(group[name]) for name in names if name in group}
+
+
+def _has_learnt(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its state is another than that of a new one; some classes, such as Adagrad, make it at once."""
+    new: dict[str, Any] = next(iter(_made_again(optimizer, optimizer.param_groups[0]).state.values()), {})
+    numbers = {key: _plain(value) for key, value in new.items() if _is_number(_plain(value))}
+    return any(
+        set(state) != set(new) or any(_plain(state[key]) != value for key, value in numbers.items())
+        for state in optimizer.state.values()
+    )
 
 
 def _plain(value: Any) -> Any:

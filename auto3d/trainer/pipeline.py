@@ -63,6 +63,11 @@ class Pipeline:
                 "Trainer was made; make a Trainer with the new ones"
             )
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise InputError for an optimizer that has not learnt here and is no new one of the model's parameters."""
+        if optimizer is not self._learnt_by:
+            check_optimizer(optimizer, self._model)
+
     @property
     def plan(self) -> Plan | None:
         """The Plan by which it trains; None until the first ``start`` has made it."""
@@ -114,9 +119,7 @@ class Pipeline:
         plan, captured = self._planned
         updates = _NO_OPTIMIZER
         if optimizer is not None:
-            if optimizer is not self._optimizer:
-                check_optimizer(optimizer, self._model)
-                self._optimizer = optimizer
+            self._optimizer = optimizer
             updates = optimizer_settings(optimizer, self._model, clip_norm=self._args.max_grad_norm or 0.0)
         self.settings = training_settings(self._args, iterations, updates, loss_mean)
         self.training = Training(
@@ -155,7 +158,8 @@ class Pipeline:
 
     def follow(self) -> None:
         """Update from now on with the numbers that the groups of the script's optimizer have, such as its rates."""
-        assert self.training is not None and self._optimizer is not None
+        assert self.training is not None, "it follows while it trains"
+        assert self._optimizer is not None, "a training has one"
         groups = numbers_of(self._optimizer)
         for optimizers in self.training.rank.optimizers.values():
             for rule, (optimizer, constant) in optimizers.items():

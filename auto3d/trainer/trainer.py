@@ -299,6 +299,7 @@ class Trainer(transformers.Trainer):
                     f"TrainingArguments.{name}: it was {before!r} in the training before, and is {value!r}; the "
                     "optimizer goes on, and keeps it: make a new Trainer, or set it back"
                 )
+        self._pipeline.check_optimizer(self.optimizer)
         self.create_scheduler(max_steps)
         check_rates(self.optimizer, self.lr_scheduler)
 

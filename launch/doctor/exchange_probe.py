@@ -152,7 +152,7 @@ def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float)
     no_data = DataSettings(source="synthetic", files=(), sequence_length=1, vocabulary_size=1, inputs={})
     executor = Executor(
         stages,
-        dict.fromkeys(pipe_stages, {}),
+        {pipe_stage: {} for pipe_stage in pipe_stages},
         MicroBatchInputs(
             Batches(no_data, seed=0, global_batch=pattern.micro_batches, micro_batch_size=1),
             first_micro_batch=0,

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from auto3d import init
 from auto3d.runtime.world import World
 from auto3d.trainer import setup
 
@@ -48,3 +49,11 @@ def run_script(world: World, script: Path, folder: Path, port: int | None) -> di
         "weights": {name: tensor.detach().numpy() for name, tensor in trainer.model.named_parameters()},
         "process_zero": trainer.is_world_process_zero(),
     }
+
+
+def begin(world, folder, port, *, ours=True, **degrees):
+    """Be a rank that works in ``folder``; of a pipeline over all ranks unless ``degrees`` say more."""
+    as_rank(world, port)
+    os.chdir(folder)
+    if ours:
+        init(**degrees or {"pp": world.size})

@@ -71,6 +71,8 @@ def trainer(
     metrics=None,
     processing_class=None,
     compute_loss_func=None,
+    optimizers=(None, None),
+    optimizer_cls_and_kwargs=None,
     classes=(Trainer, TrainingArguments),
     **arguments,
 ):
@@ -87,6 +89,8 @@ def trainer(
         compute_metrics=metrics,
         processing_class=processing_class,
         callbacks=list(callbacks),
+        optimizers=optimizers,
+        optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
     )
 
 
@@ -718,8 +722,8 @@ def set_argument(args, **_):
     args.max_grad_norm = 5.0
 
 
-def set_decay(args, optimizer, **_):
-    optimizer.param_groups[0]["weight_decay"] = 5.0
+def set_option(args, optimizer, **_):
+    optimizer.param_groups[0]["amsgrad"] = True
 
 
 def write_on_one_rank(args, model, **_):
@@ -889,11 +893,11 @@ FAULTS |= {
     "clamped labels": (lambda: labelled(lambda labels: labels.clamp(0)), "labels of -100 do not reach it as its"),
     "another ignored label": (lambda: labelled(lambda labels: labels, 0), "labels of -100 do not reach it as its"),
     "a loss of the script": (lambda: setting("compute_loss", print), "Trainer.compute_loss: refused: it was set on"),
-    "an optimizer of the script": (lambda: setting("optimizer", object()), "Trainer.optimizer: refused: it was set on"),
-    "a scheduler of the script": (lambda: setting("lr_scheduler", object()), "Trainer.lr_scheduler: refused: it was"),
+    "an optimizer of another kind": (lambda: setting("optimizer", object()), "its optimizer is a object; it takes a"),
+    "a schedule of another kind": (lambda: setting("lr_scheduler", object()), "its lr_scheduler is a object; it takes"),
     "other accumulation": (accumulating, "gradient_accumulation_steps was changed since the Trainer was made"),
     "a callback sets an argument": (changing(set_argument), "it changed args.max_grad_norm"),
-    "a callback sets the decay": (changing(set_decay), "it changed weight_decay of optimizer.param_groups[0]"),
+    "a callback sets an option": (changing(set_option), "it changed amsgrad of optimizer.param_groups[0]"),
     "a callback writes on one rank": (changing(write_on_one_rank), "change it alike on all ranks"),
 }
 
@@ -901,7 +905,7 @@ FOUND_IN_TRAINING = (  # a step was right before what cannot be followed
     "another model",
     "another rate in a second training",
     "a callback sets an argument",
-    "a callback sets the decay",
+    "a callback sets an option",
     "a callback writes on one rank",
 )
 

@@ -1,6 +1,5 @@
 """What a script may do beside the examples, at pp2 against one process; and what is refused before training starts."""
 
-import os
 import subprocess
 import sys
 from functools import partial
@@ -13,12 +12,12 @@ import torch.distributed as dist
 import transformers
 from transformers import AutoModelForCausalLM
 
-from auto3d import Trainer, TrainingArguments, init
+from auto3d import Trainer, TrainingArguments
 from auto3d.errors import InputError
 from auto3d.trainer.together import ENDED, TOGETHER
 from tests.soak import soak
 from tests.trainer import small
-from tests.trainer.scripts import EXAMPLES, as_rank, free_port
+from tests.trainer.scripts import EXAMPLES, begin, free_port
 
 TOLERANCE = 0.02  # relative difference of losses in low precision
 
@@ -26,14 +25,6 @@ TOLERANCE = 0.02  # relative difference of losses in low precision
 def losses(trainer):
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def begin(world, folder, port, *, ours=True, **degrees):
-    """Be a rank that works in ``folder``; of a pipeline over all ranks unless ``degrees`` say more."""
-    as_rank(world, port)
-    os.chdir(folder)
-    if ours:
-        init(**degrees or {"pp": world.size})
 
 
 def several(world, folder, port):

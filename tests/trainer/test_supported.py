@@ -54,7 +54,6 @@ def test_the_defaults_are_accepted():
         {"auto_find_batch_size": True},
         {"train_sampling_strategy": "group_by_length"},
         {"optim": "galore_adamw"},
-        {"lr_scheduler_type": "reduce_lr_on_plateau"},
         {"torch_compile_mode": "max-autotune"},
         {"batch_eval_metrics": True},
         {"ignore_data_skip": True},
@@ -70,13 +69,13 @@ def test_an_argument_that_cannot_hold_is_named(values):
 
 
 def test_arguments_of_the_trainer_are_refused():
-    check_trainer({"optimizers": (None, None), "model_init": None})
-    for given in ({"optimizers": (object(), None)}, {"model_init": print}):
+    check_trainer({"model_init": None})
+    for given in ({"model_init": print},):
         with pytest.raises(InputError, match=f"Trainer.{next(iter(given))}: found"):
             check_trainer(given)
 
 
-@pytest.mark.parametrize("method", ["training_step", "prediction_step", "create_optimizer"])
+@pytest.mark.parametrize("method", ["training_step", "prediction_step", "create_optimizer_and_scheduler"])
 def test_an_overridden_method_that_is_not_called_is_refused(method):
     check_overrides(type("Mine", (Trainer,), {"log": lambda self, *_: None}), Trainer)
     with pytest.raises(InputError, match=f"Mine.{method}: refused"):

@@ -1,0 +1,298 @@
+"""Optimizers and schedules of a script, under pipelines and on one transformers process; and those that are refused."""
+
+from functools import partial
+from math import prod
+
+import pytest
+import torch
+import transformers
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LambdaLR,
+    OneCycleLR,
+    SequentialLR,
+)
+
+from auto3d import Trainer, TrainingArguments
+from auto3d.errors import InputError
+from tests.soak import soak
+from tests.trainer import small
+from tests.trainer.scripts import begin, free_port
+
+
+def by_layer(model, kind=torch.optim.AdamW, **options):
+    """An optimizer of three groups: the first layer, the matrices of the others, and the rest of the others."""
+    layer = list(model.model.layers[0].parameters())
+    others = [each for each in model.parameters() if all(each is not one for one in layer)]
+    groups = [
+        {"params": layer, "lr": 2e-3},
+        {"params": [each for each in others if each.dim() > 1], "weight_decay": 0.1},
+        {"params": [each for each in others if each.dim() < 2]},
+    ]
+    return kind(groups, **{"lr": 1e-2, "weight_decay": 0.0} | options)
+
+
+def of_two_rates(model):
+    """An optimizer of equal groups, whose schedule is another for each."""
+    groups = [[each for each in model.parameters() if (each.dim() > 1) == is_matrix] for is_matrix in (True, False)]
+    optimizer = torch.optim.Adam([{"params": group} for group in groups], lr=1e-2)
+    return optimizer, LambdaLR(optimizer, [lambda step: 1 / (1 + step), lambda step: float(step > 1)])
+
+
+def in_a_cycle(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
+    return optimizer, OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
+
+
+def one_after_another(model):
+    optimizer = by_layer(model, torch.optim.RMSprop, alpha=0.9)
+    schedules = [ConstantLR(optimizer, factor=0.5, total_iters=9), CosineAnnealingWarmRestarts(optimizer, T_0=3)]
+    return optimizer, SequentialLR(optimizer, schedules, milestones=[3])
+
+
+def without_the_head(model):
+    return torch.optim.AdamW(model.model.parameters(), lr=1e-2), None
+
+
+class Regroups:
+    """Gives the head, and what has no decay, other numbers than transformers does; its schedule is torch's."""
+
+    def create_optimizer(self, model=None):
+        optimizer = super().create_optimizer(model)
+        decayed, others = optimizer.param_groups
+        others |= {"lr": 3e-2, "betas": (0.8, 0.9)}
+        head = self.model.lm_head.weight
+        decayed["params"] = [each for each in decayed["params"] if each is not head]
+        optimizer.add_param_group({"params": [head], "lr": 5e-3, "weight_decay": 0.0})
+        return optimizer
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        self.lr_scheduler = ExponentialLR(self.optimizer, 0.8)
+        return self.lr_scheduler
+
+
+class Nothing:
+    """Adds no method."""
+
+
+class Sets(transformers.TrainerCallback):
+    """Sets numbers of one group of the optimizer."""
+
+    def on_step_begin(self, args, state, control, optimizer=None, **_):
+        if state.global_step == 2:
+            optimizer.param_groups[1] |= {"weight_decay": 0.5, "betas": (0.5, 0.6)}
+
+
+class Adds(transformers.TrainerCallback):
+    """Adds a group with the parameters that the optimizer lacks."""
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **_):
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if state.global_step == 2:
+            rest = [each for each in model.parameters() if id(each) not in held]
+            optimizer.add_param_group({"params": rest, "lr": 2e-2})
+            lr_scheduler.base_lrs.append(2e-2)
+            lr_scheduler.lr_lambdas.append(lambda step: 1 / step)
+
+
+SCRIPTS = {  # what a script gives: an optimizer of its model with a schedule, methods, arguments
+    "groups, and the schedule of the arguments": (
+        lambda model: (by_layer(model), None),
+        Nothing,
+        {"lr_scheduler_type": "cosine"},
+    ),
+    "a schedule for each group": (of_two_rates, Nothing, {}),
+    "a cycle of momentum": (in_a_cycle, Nothing, {}),
+    "schedules one after another": (one_after_another, Nothing, {}),
+    "parameters left out": (without_the_head, Nothing, {}),
+    "a group that a callback adds": (
+        without_the_head,
+        Nothing,
+        {"callbacks": [Adds()], "lr_scheduler_type": "constant"},
+    ),
+    "methods": (lambda model: (None, None), Regroups, {"weight_decay": 0.1}),
+    "a schedule that follows the loss": (
+        lambda model: (None, None),
+        Nothing,
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5}}
+        | {"metric_for_best_model": "eval_loss"},
+    ),
+    "numbers that a callback sets": (lambda model: (None, None), Nothing, {"callbacks": [Sets()], "weight_decay": 0.1}),
+    "a class": (
+        lambda model: (None, None),
+        Nothing,
+        {"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 5e-3, "momentum_decay": 1e-2})},
+    ),
+    "a name": (lambda model: (None, None), Nothing, {"optim": "adagrad", "max_grad_norm": 0.1}),
+}
+
+
+def made(name, *classes, **options):
+    optimizers, methods, of_script = SCRIPTS[name]
+    trainer, arguments = classes or (Trainer, TrainingArguments)
+    model = small.llama()
+    defaults = {"max_steps": 6, "lr_scheduler_type": "linear", "eval_strategy": "steps", "eval_steps": 1}
+    return small.trainer(
+        model,
+        eval_dataset=small.with_labels(small.rows(8)),
+        optimizers=optimizers(model),
+        classes=(type(methods.__name__, (methods, trainer), {}), arguments),
+        **defaults | of_script | options,
+    )
+
+
+def numbers(trainer):
+    keys = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    return [entry[key] for entry in trainer.state.log_history for key in keys if key in entry]
+
+
+def trained(world, folder, port, *classes, **degrees):
+    begin(world, folder, port, ours=not classes, **degrees)
+    found = {}
+    for name in SCRIPTS:
+        trainer = made(name, *classes, gradient_accumulation_steps=4 // degrees.get("dp", 1))
+        trainer.train()
+        weights = {key: value.detach().numpy() for key, value in trainer.model.named_parameters()}
+        groups = [
+            {key: value for key, value in group.items() if key in ("lr", "weight_decay", "betas", "momentum")}
+            for group in trainer.optimizer.param_groups
+        ]
+        found[name] = numbers(trainer), weights, groups
+    return found
+
+
+@pytest.fixture(scope="module")
+def in_one_process(processes, tmp_path_factory):
+    classes = transformers.Trainer, transformers.TrainingArguments
+    (one,) = processes.run(1, trained, tmp_path_factory.mktemp("one"), None, *classes)
+    return one
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [{"pp": 2}, *soak({"tp": 2}, {"dp": 2, "pp": 2, "shard_optimizer": True})],
+    ids=str,
+)
+def test_an_optimizer_of_the_script_updates_as_in_one_transformers_process(
+    degrees, in_one_process, processes, tmp_path
+):
+    ranks = prod(value for key, value in degrees.items() if key in ("dp", "tp", "pp"))
+    assert len({tuple(found) for found, *_ in in_one_process.values()}) == len(in_one_process), (
+        "each is another training"
+    )
+    for each in processes.run(ranks, partial(trained, **degrees), tmp_path, free_port()):
+        for name, (found, weights, groups) in in_one_process.items():
+            assert each[name][0] == pytest.approx(found, rel=1e-4), name
+            assert each[name][2] == groups, name
+            for key, value in weights.items():
+                assert each[name][1][key] == pytest.approx(value, rel=1e-3, abs=2e-5), (name, key)
+
+
+RESUMED = ("a schedule for each group", "a cycle of momentum", "schedules one after another", "methods")
+
+
+def resumed(world, folder, port):
+    begin(world, folder, port)
+    pairs = []
+    for name in RESUMED:
+        output = {"output_dir": name.replace(" ", "-"), "save_steps": 4}
+        whole = made(name, save_strategy="steps", **output)
+        whole.train()
+        again = made(name, **output)
+        again.train(resume_from_checkpoint=f"{output['output_dir']}/checkpoint-4")
+        pairs.append((name, numbers(whole)[-8:], numbers(again)[-8:]))
+    return pairs
+
+
+def test_a_training_that_resumes_goes_on_at_the_rates_of_its_schedule(processes, tmp_path):
+    for pairs in processes.run(2, resumed, tmp_path, free_port()):
+        for name, whole, again in pairs:
+            assert again == whole, name
+
+
+class Doubling(torch.optim.SGD):
+    """Keeps an argument where its groups do not say it."""
+
+    def __init__(self, params, lr=0.1, factor=2.0):
+        super().__init__(params, lr=lr)
+        self.factor = factor
+
+
+class Counter(LambdaLR):
+    """Keeps what no file of numbers holds."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer, lambda step: 1.0)
+        self.seen = {1, 2}
+
+
+def stepped(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    optimizer.step()
+    return optimizer, None
+
+
+def of_a_scope(model):
+    class Local(torch.optim.SGD):
+        pass
+
+    return Local(model.parameters(), lr=0.1), None
+
+
+def counted(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return optimizer, Counter(optimizer)
+
+
+REFUSED = {
+    "of another model": (
+        lambda model: (torch.optim.SGD(small.llama().parameters(), lr=0.1), None),
+        "Trainer: param_groups[0] of its optimizer has a parameter of shape (64, 32) that is none of the model's",
+    ),
+    "that has made steps": (stepped, "Trainer: its optimizer has made steps before"),
+    "of a class in a function": (of_a_scope, "optimizer: of_a_scope.<locals>.Local is a class inside another scope"),
+    "with an argument of its own": (
+        lambda model: (Doubling(model.parameters(), factor=3.0), None),
+        "Trainer: its optimizer has another factor than a Doubling that is made with what its groups say",
+    ),
+    "without a rate": (
+        lambda model: (transformers.Adafactor(model.parameters(), warmup_init=True), None),
+        "Trainer: param_groups[0] of its optimizer has the lr None; it takes a number",
+    ),
+    "with captured steps": (
+        lambda model: (torch.optim.AdamW(model.parameters(), capturable=True), None),
+        "Trainer: its optimizer has capturable=True",
+    ),
+    "with the schedule of another": (
+        lambda model: (torch.optim.SGD(model.parameters(), lr=0.1), of_two_rates(model)[1]),
+        "Trainer: its lr_scheduler is that of another optimizer",
+    ),
+    "whose schedule keeps a set": (
+        counted,
+        "Trainer: its lr_scheduler, a Counter, keeps what a checkpoint cannot hold",
+    ),
+    "that is none": (
+        lambda model: (torch.nn.Linear(2, 2), None),
+        "Trainer: its optimizer is a Linear; it takes a torch",
+    ),
+}
+
+
+def lines(world, folder, port):
+    begin(world, folder, port)
+    found = {}
+    for name, (optimizers, _) in REFUSED.items():
+        model = small.llama()
+        with pytest.raises(InputError) as caught:
+            small.trainer(model, optimizers=optimizers(model), save_strategy="epoch").train()
+        found[name] = str(caught.value)
+    return found
+
+
+def test_an_optimizer_that_ranks_cannot_make_again_is_refused_in_one_line(processes, tmp_path):
+    for found in processes.run(2, lines, tmp_path, free_port()):
+        for name, (_, words) in REFUSED.items():
+            assert found[name].startswith(words), name
