@@ -30,6 +30,18 @@ _STAND_IN = 1e-3  # a learning rate for optimizers that are tried before any ste
 _LEFT_OUT = ParameterGroup(optimizer="sgd", learning_rate=0.0, weight_decay=0.0)
 
 
+class StateOnRanks(dict):
+    """In place of the state of a script's optimizer: what the ranks' optimizers keep is not there to be read."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise InputError(
+            "Trainer: optimizer.state: refused: each rank keeps that of its part of the weights, and the optimizer "
+            "that a script sees has none; a checkpoint holds it"
+        )
+
+    __getitem__ = __iter__ = __len__ = __contains__ = get = items = keys = values = _refuse
+
+
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Raise InputError unless ``optimizer`` is a new one of parameters of ``model``."""
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -183,6 +195,8 @@ def _given(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[
 
 def _has_learnt(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its state is another than that of a new one; some classes, such as Adagrad, make it at once."""
+    if isinstance(optimizer.state, StateOnRanks):  # of a training that ended before its first step
+        return False
     new: dict[str, Any] = next(iter(_made_again(optimizer, optimizer.param_groups[0]).state.values()), {})
     numbers = {key: _plain(value) for key, value in new.items() if _is_number(_plain(value))}
     return any(

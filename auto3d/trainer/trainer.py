@@ -39,7 +39,7 @@ from auto3d.trainer.folders import check_complete, last_complete, load_weights, 
 from auto3d.trainer.instance import kept_by_forward, separate
 from auto3d.trainer.looks import is_of_user, may_look, reached, words_of
 from auto3d.trainer.loss_mean import loss_mean_of
-from auto3d.trainer.optimizer import KEPT, add_thawed, tell_thawed
+from auto3d.trainer.optimizer import KEPT, StateOnRanks, add_thawed, tell_thawed
 from auto3d.trainer.own_loss import SMOOTHING, ComputeLoss
 from auto3d.trainer.padding import padding_of
 from auto3d.trainer.pipeline import Pipeline
@@ -300,6 +300,7 @@ class Trainer(transformers.Trainer):
                     "optimizer goes on, and keeps it: make a new Trainer, or set it back"
                 )
         self._pipeline.check_optimizer(self.optimizer)
+        self.optimizer.state = StateOnRanks()
         self.create_scheduler(max_steps)
         check_rates(self.optimizer, self.lr_scheduler)
 

@@ -722,6 +722,10 @@ def set_argument(args, **_):
     args.max_grad_norm = 5.0
 
 
+def read_state(args, optimizer, **_):
+    sum(state["step"] for state in optimizer.state.values())
+
+
 def set_option(args, optimizer, **_):
     optimizer.param_groups[0]["amsgrad"] = True
 
@@ -897,6 +901,7 @@ FAULTS |= {
     "a schedule of another kind": (lambda: setting("lr_scheduler", object()), "its lr_scheduler is a object; it takes"),
     "other accumulation": (accumulating, "gradient_accumulation_steps was changed since the Trainer was made"),
     "a callback sets an argument": (changing(set_argument), "it changed args.max_grad_norm"),
+    "a callback reads what the optimizer keeps": (changing(read_state), "optimizer.state: refused: each rank"),
     "a callback sets an option": (changing(set_option), "it changed amsgrad of optimizer.param_groups[0]"),
     "a callback writes on one rank": (changing(write_on_one_rank), "change it alike on all ranks"),
 }
@@ -905,6 +910,7 @@ FOUND_IN_TRAINING = (  # a step was right before what cannot be followed
     "another model",
     "another rate in a second training",
     "a callback sets an argument",
+    "a callback reads what the optimizer keeps",
     "a callback sets an option",
     "a callback writes on one rank",
 )

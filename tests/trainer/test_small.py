@@ -83,7 +83,7 @@ COUNTED = ("a count of all labels", "a sum", "experts")  # losses that are sums 
 
 @pytest.mark.parametrize(
     ("degrees", "names"),
-    [({"pp": 2}, tuple(small.MODELS)), ({"dp": 2, "pp": 2}, COUNTED), ({"tp": 2, "pp": 2}, COUNTED)],
+    [({"pp": 2}, tuple(small.MODELS)), ({"dp": 2, "pp": 2}, COUNTED), *soak(({"tp": 2, "pp": 2}, COUNTED))],
     ids=str,
 )
 def test_losses_are_those_of_one_transformers_process(degrees, names, processes, tmp_path):
@@ -116,7 +116,7 @@ SUMS = ("weights of samples", "a function", "smoothed tokens")
     [
         ({"pp": 2}, tuple(small.OWN_LOSSES)),
         ({"dp": 2}, SUMS),
-        ({"tp": 2}, SUMS),
+        *soak(({"tp": 2}, SUMS)),
         *soak(
             *(({"pp": 2, "schedule": name}, SUMS[1:]) for name in ("chimera", "dualpipe-v", "early-recompute", "zb-h1"))
         ),
@@ -309,7 +309,7 @@ def live_in_one_process(processes, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "degrees",
-    [{"pp": 2}, {"tp": 2}, {"dp": 2, "shard_optimizer": True}, *soak({"dp": 2, "pp": 2})],
+    [{"pp": 2}, *soak({"tp": 2}, {"dp": 2, "shard_optimizer": True}, {"dp": 2, "pp": 2})],
     ids=str,
 )
 def test_what_a_callback_changes_holds_as_in_one_transformers_process(
