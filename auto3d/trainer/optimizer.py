@@ -147,7 +147,7 @@ def _group_of(optimizer: torch.optim.Optimizer, number: int, name_of: Mapping[in
         optimizer=_NAMES.get(kind) or import_path(kind),
         arguments=arguments,
         learning_rate=float(_highest_rate(group)) or _STAND_IN,
-        weight_decay=float(_plain(group.get("weight_decay", 0.0))),
+        weight_decay=float(_plain(group.get("weight_decay")) or 0.0),
         script_group=number,
     )
 

@@ -156,18 +156,19 @@ class Pipeline:
         if self.training is not None and self._weights is not None and self._is_gathered:
             scatter(self.training.rank, self._weights, timeout_s=self._args.ddp_timeout)
 
-    def follow(self) -> None:
-        """Update from now on with the numbers that the groups of the script's optimizer have, such as its rates."""
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update from now on with the numbers that the groups of the script's ``optimizer`` have, such as its rates."""
         assert self.training is not None, "it follows while it trains"
-        assert self._optimizer is not None, "a training has one"
-        groups = numbers_of(self._optimizer)
+        if optimizer is not self._optimizer:
+            raise InputError("Trainer.optimizer: it was set during the training; set it before train()")
+        groups = numbers_of(optimizer)
         for optimizers in self.training.rank.optimizers.values():
-            for rule, (optimizer, constant) in optimizers.items():
+            for rule, (own, constant) in optimizers.items():
                 if rule.script_group is None:
                     continue
-                for each in optimizer.param_groups:
+                for each in own.param_groups:
                     each.update(groups[rule.script_group])
-                constant.base_lrs = [groups[rule.script_group]["lr"]] * len(optimizer.param_groups)
+                constant.base_lrs = [groups[rule.script_group]["lr"]] * len(own.param_groups)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The state dict of a model on the meta device, on every rank."""

@@ -357,7 +357,7 @@ class Trainer(transformers.Trainer):
             if self._is_stopped and self._micro_batches_of(step, steps_in_epoch) > 1:
                 break
             TOGETHER.mark(f"goes on with step {self.state.global_step + 1}")
-            self._pipeline.follow()
+            self._pipeline.follow(self.optimizer)
             _, result = next(self._iterations)
             self._pipeline.trained()
             self._add_loss(result.loss)
