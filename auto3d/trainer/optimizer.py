@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers.optimization import Adafactor
@@ -27,7 +28,7 @@ _ADDED = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "sw
 _OF_SCHEDULE = ("step", "_opt_called")  # attributes that a schedule of torch gives its optimizer
 _REFUSED = ("capturable", "differentiable")
 _STAND_IN = 1e-3  # a learning rate for optimizers that are tried before any step, where the first rate is 0
-_LEFT_OUT = ParameterGroup(optimizer="sgd", learning_rate=0.0, weight_decay=0.0)
+LEFT_OUT = -1  # the ``script_group`` of parameters that a script's optimizer lacks
 
 
 class StateOnRanks(dict):
@@ -87,7 +88,7 @@ def optimizer_settings(optimizer: torch.optim.Optimizer, model: nn.Module, *, cl
         optimizer=first.optimizer,
         arguments=first.arguments,
         learning_rate=first.learning_rate,
-        groups=(*groups, _LEFT_OUT) if trained - names else tuple(groups),
+        groups=(*groups, *([_left_out(trained - names)] if trained - names else [])),
         momentum=0.0,
         clip_norm=clip_norm,
     )
@@ -152,6 +153,12 @@ def _group_of(optimizer: torch.optim.Optimizer, number: int, name_of: Mapping[in
     )
 
 
+def _left_out(names: Collection[str]) -> ParameterGroup:
+    return ParameterGroup(
+        names=tuple(sorted(names)), optimizer="sgd", learning_rate=0.0, weight_decay=0.0, script_group=LEFT_OUT
+    )
+
+
 def _highest_rate(group: Mapping[str, Any]) -> Any:
     return _plain(group.get("initial_lr", group.get("lr")))
 
@@ -206,8 +213,8 @@ def _has_learnt(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A number in place of a tensor of one element; tuples for lists."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    """A number in place of a tensor of one element or a number of numpy; tuples for lists."""
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         return value.item()
     return tuple(value) if isinstance(value, list) else value
 

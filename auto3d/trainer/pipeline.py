@@ -17,7 +17,7 @@ from auto3d.runtime.training import Training
 from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.gather import check_alike, gather, keep_optimizer_state, make_alike, optimizer_state, scatter
 from auto3d.trainer.instance import build_of, check_reached, state_of, traits_of
-from auto3d.trainer.optimizer import check_optimizer, numbers_of, optimizer_settings
+from auto3d.trainer.optimizer import LEFT_OUT, check_optimizer, numbers_of, optimizer_settings
 from auto3d.trainer.own_loss import ComputeLoss, with_loss
 from auto3d.trainer.planned import batch_of, plan_of, planned_again
 from auto3d.trainer.samples import CollatedData
@@ -164,7 +164,7 @@ class Pipeline:
         groups = numbers_of(optimizer)
         for optimizers in self.training.rank.optimizers.values():
             for rule, (own, constant) in optimizers.items():
-                if rule.script_group is None:
+                if rule.script_group is None or rule.script_group == LEFT_OUT:
                     continue
                 for each in own.param_groups:
                     each.update(groups[rule.script_group])
