@@ -78,6 +78,16 @@ def note_counts(optimizer: torch.optim.Optimizer, counts: Sequence[str]) -> None
     setattr(optimizer, _COUNTS, tuple(counts))
 
 
+def begins_with_zeros(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a first step with state of zeros is that without state.
+
+    With dampening, torch begins with the whole gradient.
+    """
+    if type(optimizer) is torch.optim.SGD:
+        return not any(group["dampening"] for group in optimizer.param_groups)
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+
+
 def make_state(optimizer: torch.optim.Optimizer) -> None:
     """Allocate the state that ``optimizer`` would allocate at its first step, before activations take memory.
 
@@ -91,8 +101,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
                 moments = {name: torch.zeros_like(parameter) for name in names}
                 device = parameter.device if group["fused"] else torch.device("cpu")
                 optimizer.state[parameter] = {"step": torch.tensor(0.0, device=device), **moments}
-            elif type(optimizer) is torch.optim.SGD and group["momentum"] and not group["dampening"]:
-                # With dampening, the first step would differ: torch then begins with the whole gradient.
+            elif begins_with_zeros(optimizer) and group["momentum"]:
                 optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 
 

@@ -1,6 +1,6 @@
 """The weights of a training's ranks as one whole again, and the whole in its ranks."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -10,6 +10,8 @@ from xxhash import xxh3_64_intdigest
 
 from auto3d.capture.shard import Shard
 from auto3d.errors import InputError
+from auto3d.runtime.offload import updated_parameters
+from auto3d.runtime.optimizer_state import begins_with_zeros, make_state_to_load, state_tensors
 from auto3d.runtime.rank import Rank
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.waiting import waiting_for
@@ -112,6 +114,12 @@ def optimizer_state(rank: Rank) -> dict[str, StatePart]:
     return _held(rank, OF_OPTIMIZER)
 
 
+def make_state_to_keep(rank: Rank) -> None:
+    """Make the state of optimizers that have none before their first step, so that earlier state can be copied there."""
+    for optimizer, _ in rank.updaters():
+        make_state_to_load(optimizer)
+
+
 def keep_optimizer_state(rank: Rank, earlier: Mapping[str, StatePart], *, timeout_s: float) -> dict[str, StatePart]:
     """Copy into the optimizers of ``rank`` what those of an earlier training held, on whatever ranks they were.
 
@@ -139,16 +147,39 @@ def keep_optimizer_state(rank: Rank, earlier: Mapping[str, StatePart], *, timeou
             if name in mine:
                 _cut(mine[name], whole)
                 numbers |= {name: whole} if name in numbers else {}
-    _check_shared(mine, numbers, timeout_s=timeout_s)
+    _check_shared(mine, numbers, _forget_new(rank, owners.keys()), timeout_s=timeout_s)
     return {name: part for name, part in earlier.items() if name not in held}
 
 
-def _check_shared(mine: Mapping[str, StatePart], numbers: Mapping[str, torch.Tensor], *, timeout_s: float) -> None:
+def _forget_new(rank: Rank, kept: Collection[str]) -> list[str]:
+    """Remove state of parameters that had none before, such as thawed ones: their first step makes it.
+
+    ``kept`` names what earlier optimizers held. State of zeros, with which Adam and SGD begin, stays. Returns names of
+    state that cannot be removed, because slices of several parameters have it together.
+    """
+    shared: list[str] = []
+    for optimizer, _ in rank.updaters():
+        parts = list(state_tensors(optimizer, rank.parameters, rank.slices))
+        new = [each for each in parts if f"{each.parameter}.{each.key}" not in kept]
+        if begins_with_zeros(optimizer) or not new:
+            continue
+        shared += [f"{each.parameter}.{each.key}" for each in new if each.flat is not None]
+        names = {each.parameter for each in new}
+        originals = {id(rank.parameters[name]) for name in names}
+        for original, updated in updated_parameters(optimizer):
+            if id(original) in originals:
+                optimizer.state.pop(updated, None)
+    return shared
+
+
+def _check_shared(
+    mine: Mapping[str, StatePart], numbers: Mapping[str, torch.Tensor], shared: Sequence[str], *, timeout_s: float
+) -> None:
     """Raise InputError, on every rank, unless the optimizers hold the ``numbers`` of each name that they should.
 
-    Under ZeRO-1 several parameters have one count of steps.
+    Under ZeRO-1 several parameters have one count of steps. ``shared`` names further state that is wrong.
     """
-    mixed = [name for name, number in numbers.items() if not torch.equal(number, mine[name].tensor)]
+    mixed = [*shared] + [name for name, number in numbers.items() if not torch.equal(number, mine[name].tensor)]
     of_ranks = [mixed] * dist.get_world_size()
     with waiting_for("whether the optimizers of all ranks can go on", timeout_s):
         dist.all_gather_object(of_ranks, mixed)

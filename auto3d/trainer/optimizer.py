@@ -15,7 +15,7 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 from auto3d.errors import InputError
-from auto3d.runtime.optimizer_class import attributes_of, import_path
+from auto3d.runtime.optimizer_class import attributes_of, import_path, on_one_thread
 from auto3d.runtime.settings import OptimizerSettings, ParameterGroup
 from auto3d.trainer.setup import setup
 
@@ -23,7 +23,7 @@ KEPT = ("optim", "optim_args", "adam_epsilon", "learning_rate", "weight_decay", 
 """Arguments with which transformers makes an optimizer, which keeps them."""
 _NAMES: Mapping[type, str] = {torch.optim.AdamW: "adamw", torch.optim.SGD: "sgd", Adafactor: "adafactor"}
 _CHOSEN = ("foreach", "fused")  # a stage chooses them by its device
-_ADDED = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name")
+_ADDED = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name", "param_names")
 """What schedules of torch, and scripts that name their groups, add to a group."""
 _OF_SCHEDULE = ("step", "_opt_called")  # attributes that a schedule of torch gives its optimizer
 _REFUSED = ("capturable", "differentiable")
@@ -34,13 +34,16 @@ LEFT_OUT = -1  # the ``script_group`` of parameters that a script's optimizer la
 class StateOnRanks(dict):
     """In place of the state of a script's optimizer: what the ranks' optimizers keep is not there to be read."""
 
+    has_learnt = False  # whether ranks have made steps for this optimizer
+
     def _refuse(self, *_: Any) -> Any:
         raise InputError(
             "Trainer: optimizer.state: refused: each rank keeps that of its part of the weights, and the optimizer "
             "that a script sees has none; a checkpoint holds it"
         )
 
-    __getitem__ = __iter__ = __len__ = __contains__ = get = items = keys = values = _refuse
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = _refuse
+    get = items = keys = values = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
@@ -64,11 +67,24 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
                     f"{tuple(parameter.shape)} that is none of the model's; make it of the parameters of the model "
                     "that the Trainer gets"
                 )
+    if has_own_steps(optimizer):
+        raise InputError(
+            f"Trainer: its optimizer, a {type(optimizer).__name__}, has hooks of its steps, or another step than its "
+            "class, and makes no step here; put what they do into a class of optimizers"
+        )
     if _has_learnt(optimizer):
         raise InputError(
             "Trainer: its optimizer has made steps before: the pipeline's begin without what it has learnt; give a new "
             "one, or resume from a checkpoint"
         )
+
+
+def has_own_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something beside its class decides what ``optimizer`` does in a step."""
+    step = getattr(optimizer.step, "__func__", optimizer.step)
+    if inspect.unwrap(step) is not inspect.unwrap(type(optimizer).step):  # schedules of torch wrap it
+        return True
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer, model: nn.Module, *, clip_norm: float) -> OptimizerSettings:
@@ -79,6 +95,7 @@ def optimizer_settings(optimizer: torch.optim.Optimizer, model: nn.Module, *, cl
     """
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [_group_of(optimizer, number, name_of) for number in range(len(optimizer.param_groups))]
+    _check_groups_alone(optimizer)
     names = {name for group in groups for name in group.names}
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     first = groups[0]
@@ -94,28 +111,13 @@ def optimizer_settings(optimizer: torch.optim.Optimizer, model: nn.Module, *, cl
     )
 
 
-def add_thawed(optimizer: torch.optim.Optimizer, model: nn.Module, decayed: Collection[str]) -> set[str]:
-    """Add the trained parameters of ``model`` that ``optimizer`` lacks to its groups with and without weight decay.
-
-    ``optimizer`` was made by transformers, whose groups these are; ``decayed`` are the parameters with weight decay.
-    Returns the names of those that are added.
-    """
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    added: set[str] = set()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in held:
-            optimizer.param_groups[name not in decayed]["params"].append(parameter)
-            added.add(name)
-    return added
-
-
-def tell_thawed(names: Collection[str]) -> None:
-    """Say which parameters are trained that were not, where transformers would not: its optimizer is made once."""
+def tell_left_out(settings: OptimizerSettings) -> None:
+    """Say, on rank 0, which trained parameters are in no group of the script's optimizer."""
+    names = [name for group in settings.groups if group.script_group == LEFT_OUT for name in group.names]
     if names and not setup().world.rank:
         more = f" and {len(names) - 1} more" * (len(names) > 1)
         print(
-            f"auto3d: {min(names)}{more} thawed, and trained from now on; an optimizer that transformers has made "
-            "while they were frozen would leave them out",
+            f"auto3d: {names[0]}{more}: trained, but in no group of the optimizer, so the values stay, as in transformers",
             flush=True,
         )
 
@@ -132,12 +134,18 @@ def numbers_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Per group of ``optimizer``, what else it says beside its parameters."""
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
+    """Per group of ``optimizer``, what else its class reads there, beside its parameters, as text."""
+    accepted = inspect.signature(type(optimizer)).parameters
     return [
-        {name: value for name, value in group.items() if name not in {*numbers, "params", "initial_lr"}}
+        {name: repr(value) for name, value in group.items() if name in accepted and name not in {*numbers, "params"}}
         for group, numbers in zip(optimizer.param_groups, numbers_of(optimizer), strict=True)
     ]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Per group of ``optimizer``, which parameters it has."""
+    return [{"params": tuple(map(id, group["params"]))} for group in optimizer.param_groups]
 
 
 def _group_of(optimizer: torch.optim.Optimizer, number: int, name_of: Mapping[int, str]) -> ParameterGroup:
@@ -169,7 +177,7 @@ def _arguments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> di
     other = again.param_groups[0]
     own = other if kind.__module__.startswith("torch.optim.") else {**other, **group}  # torch's read no further entries
     unsaid = [name for name in own if name not in ("params", "lr", *_CHOSEN, *_ADDED)]
-    unsaid = [name for name in unsaid if _plain(group.get(name)) != _plain(other.get(name))]
+    unsaid = [name for name in unsaid if not _are_equal(group.get(name), other.get(name))]
     before, after = attributes_of(optimizer), attributes_of(again)
     unsaid += [name for name in {**before, **after} if name not in _OF_SCHEDULE and before.get(name) != after.get(name)]
     if unsaid:
@@ -181,8 +189,39 @@ def _arguments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> di
     return {
         name: value
         for name, value in _given(kind, group).items()
-        if name not in ("lr", "weight_decay") and value != defaults[name]
+        if name not in ("lr", "weight_decay") and not _are_equal(value, defaults[name])
     }
+
+
+@on_one_thread()
+def _check_groups_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Raise InputError if a step on one group depends on another, or on what all groups began with.
+
+    Ranks make an optimizer for each group.
+    """
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim."):
+        return
+    given = [_given(kind, group) for group in optimizer.param_groups]
+    common = _given(kind, optimizer.defaults)
+    weights = [nn.Parameter(torch.linspace(0.5, 1.5, 6).view(2, 3)) for _ in range(2 * len(given))]
+    pairs = list(zip(weights[::2], weights[1::2], given, strict=True))
+    try:
+        together = kind([{"params": [one], **each} for one, _, each in pairs], **common)
+        apart = [kind([other], **each) for _, other, each in pairs]
+        for step in range(1, 4):
+            for number, (one, other, _) in enumerate(pairs):
+                one.grad = torch.linspace(-1, number + step, 6).view(2, 3)
+                other.grad = one.grad.clone()
+            for each in (together, *apart):
+                each.step()
+    except Exception:  # traits_of says what is wrong with such a class
+        return
+    if not all(torch.equal(one, other) for one, other, _ in pairs):
+        raise InputError(
+            f"Trainer: its optimizer, a {kind.__name__}, updates a group by what another one says, or by its defaults; "
+            "ranks make an optimizer for each group: read what a group says from that group"
+        )
 
 
 def _made_again(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -202,12 +241,12 @@ def _given(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[
 
 def _has_learnt(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its state is another than that of a new one; some classes, such as Adagrad, make it at once."""
-    if isinstance(optimizer.state, StateOnRanks):  # of a training that ended before its first step
-        return False
+    if isinstance(optimizer.state, StateOnRanks):
+        return optimizer.state.has_learnt
     new: dict[str, Any] = next(iter(_made_again(optimizer, optimizer.param_groups[0]).state.values()), {})
     numbers = {key: _plain(value) for key, value in new.items() if _is_number(_plain(value))}
     return any(
-        set(state) != set(new) or any(_plain(state[key]) != value for key, value in numbers.items())
+        set(state) != set(new) or any(not _are_equal(state[key], value) for key, value in numbers.items())
         for state in optimizer.state.values()
     )
 
@@ -216,7 +255,16 @@ def _plain(value: Any) -> Any:
     """A number in place of a tensor of one element or a number of numpy; tuples for lists."""
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         return value.item()
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, np.ndarray):
+        return tuple(value.tolist())
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    one, other = _plain(one), _plain(other)
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return bool(one == other)
 
 
 def _is_number(value: Any) -> bool:

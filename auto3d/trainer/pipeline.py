@@ -11,13 +11,32 @@ from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import Checkpoints
+from auto3d.runtime.optimizer_class import attributes_of
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.training import Training
 from auto3d.trainer.arguments import TrainingArguments
-from auto3d.trainer.gather import check_alike, gather, keep_optimizer_state, make_alike, optimizer_state, scatter
+from auto3d.trainer.gather import (
+    check_alike,
+    gather,
+    keep_optimizer_state,
+    make_alike,
+    make_state_to_keep,
+    optimizer_state,
+    scatter,
+)
 from auto3d.trainer.instance import build_of, check_reached, state_of, traits_of
-from auto3d.trainer.optimizer import LEFT_OUT, check_optimizer, numbers_of, optimizer_settings
+from auto3d.trainer.optimizer import (
+    LEFT_OUT,
+    StateOnRanks,
+    check_optimizer,
+    has_own_steps,
+    numbers_of,
+    optimizer_settings,
+    options_of,
+    parameters_of,
+    tell_left_out,
+)
 from auto3d.trainer.own_loss import ComputeLoss, with_loss
 from auto3d.trainer.planned import batch_of, plan_of, planned_again
 from auto3d.trainer.samples import CollatedData
@@ -49,6 +68,7 @@ class Pipeline:
         self._planned: tuple[Plan, CapturedModel] | None = None
         self._learnt_by: torch.optim.Optimizer | None = None  # the script's optimizer of the steps so far
         self._optimizer: torch.optim.Optimizer | None = None  # that of the training
+        self._fixed: object = None  # what it says that no rank follows
         self._optimizer_state: dict[str, StatePart] = {}  # state of parameters that are frozen since
 
     def compute(self, loss: ComputeLoss) -> None:
@@ -67,6 +87,11 @@ class Pipeline:
         """Raise InputError for an optimizer that has not learnt here and is no new one of the model's parameters."""
         if optimizer is not self._learnt_by:
             check_optimizer(optimizer, self._model)
+
+    @property
+    def learnt_by(self) -> torch.optim.Optimizer | None:
+        """The script's optimizer for which ranks have made the steps so far."""
+        return self._learnt_by
 
     @property
     def plan(self) -> Plan | None:
@@ -121,11 +146,15 @@ class Pipeline:
         if optimizer is not None:
             self._optimizer = optimizer
             updates = optimizer_settings(optimizer, self._model, clip_norm=self._args.max_grad_norm or 0.0)
+            self._fixed = _fixed_of(optimizer)
+            if not goes_on:
+                tell_left_out(updates)
         self.settings = training_settings(self._args, iterations, updates, loss_mean)
         self.training = Training(
             captured, plan, self.settings, data, setup().world, state=self._weights, checkpoints=checkpoints
         )
         if self._learnt_by is not None:
+            make_state_to_keep(self.training.rank)
             self._optimizer_state = keep_optimizer_state(
                 self.training.rank, self._optimizer_state, timeout_s=self._args.ddp_timeout
             )
@@ -141,6 +170,8 @@ class Pipeline:
     def trained(self) -> None:
         """Note that the pipeline has newer weights than the model."""
         self._is_gathered, self._learnt_by = False, self._optimizer
+        if self._optimizer is not None and isinstance(self._optimizer.state, StateOnRanks):
+            self._optimizer.state.has_learnt = True
 
     def gather(self) -> None:
         """Copy the pipeline's weights into the model, on every rank, if the model has values."""
@@ -161,6 +192,12 @@ class Pipeline:
         assert self.training is not None, "it follows while it trains"
         if optimizer is not self._optimizer:
             raise InputError("Trainer.optimizer: it was set during the training; set it before train()")
+        if _fixed_of(optimizer) != self._fixed:
+            raise InputError(
+                "Trainer.optimizer: what is no number in its groups, its attributes, or its hooks were changed during "
+                "the training, outside of an event of a callback or to what a pipeline cannot follow; change it before "
+                "train()"
+            )
         groups = numbers_of(optimizer)
         for optimizers in self.training.rank.optimizers.values():
             for rule, (own, constant) in optimizers.items():
@@ -179,3 +216,8 @@ class Pipeline:
         first_name = {id(parameter): name for name, parameter in self._model.named_parameters()}
         entries = self._model.state_dict(keep_vars=True).items()
         return {name: whole[first_name.get(id(tensor), name)] for name, tensor in entries}
+
+
+def _fixed_of(optimizer: torch.optim.Optimizer) -> object:
+    """What ``optimizer`` says that ranks take over only where they make theirs, as something to compare."""
+    return options_of(optimizer), parameters_of(optimizer), attributes_of(optimizer), has_own_steps(optimizer)

@@ -2,6 +2,8 @@
 
 import json
 import warnings
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +36,21 @@ def check_rates(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
 
 def check_saved(schedule: Any) -> None:
     """Raise InputError unless a checkpoint can hold what ``schedule`` keeps."""
-    try:
-        json.dumps(schedule.state_dict())
-    except TypeError as error:
+    state = schedule.state_dict()
+    is_held = False
+    with suppress(TypeError, ValueError):  # of what is no number, text, list, tuple, dict or Counter
+        is_held = _unpacked(json.loads(json.dumps(_packed(state)))) == state
+    if not is_held:
         raise InputError(
-            f"Trainer: its lr_scheduler, a {type(schedule).__name__}, keeps what a checkpoint cannot hold: {error}; "
-            'keep numbers there, or train with save_strategy="no"'
-        ) from None
+            f"Trainer: its lr_scheduler, a {type(schedule).__name__}, keeps what a checkpoint cannot hold; keep numbers "
+            'there, or train with save_strategy="no"'
+        )
 
 
 def write_rates(folder: Path, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
     """Write what ``schedule`` keeps and the numbers in the groups of ``optimizer`` into ``folder``."""
     saved = {"schedule": schedule.state_dict(), "groups": numbers_of(optimizer)}
-    (folder / FILE).write_text(json.dumps(saved))
+    (folder / FILE).write_text(json.dumps(_packed(saved)))
 
 
 def load_rates(folder: Path, optimizer: torch.optim.Optimizer, schedule: Any, *, steps: int) -> None:
@@ -58,7 +62,7 @@ def load_rates(folder: Path, optimizer: torch.optim.Optimizer, schedule: Any, *,
         for _ in range(steps):
             schedule.step()
         return
-    saved = json.loads((folder / FILE).read_text())
+    saved = _unpacked(json.loads((folder / FILE).read_text()))
     if len(saved["groups"]) != len(optimizer.param_groups):
         raise InputError(
             f"Trainer.train: resume_from_checkpoint: {folder}: its optimizer had {len(saved['groups'])} groups; it has "
@@ -66,4 +70,23 @@ def load_rates(folder: Path, optimizer: torch.optim.Optimizer, schedule: Any, *,
         )
     schedule.load_state_dict(saved["schedule"])
     for group, numbers in zip(optimizer.param_groups, saved["groups"], strict=True):
-        group.update({name: tuple(value) if isinstance(value, list) else value for name, value in numbers.items()})
+        group.update(numbers)
+
+
+def _packed(value: Any) -> Any:
+    """``value`` for JSON, which has neither tuples nor keys that are numbers, such as the milestones of MultiStepLR."""
+    if type(value) in (dict, Counter):
+        return {type(value).__name__: [[_packed(key), _packed(each)] for key, each in value.items()]}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: list(map(_packed, value))}
+    return value
+
+
+def _unpacked(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind in ("dict", "Counter"):
+        pairs = {_unpacked(key): _unpacked(each) for key, each in content}
+        return Counter(pairs) if kind == "Counter" else pairs
+    return (tuple if kind == "tuple" else list)(map(_unpacked, content))

@@ -14,6 +14,7 @@ from accelerate.state import PartialState
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+from xxhash import xxh3_64_intdigest
 
 from auto3d.capture.export import InputSpec
 from auto3d.errors import InputError
@@ -39,7 +40,7 @@ from auto3d.trainer.folders import check_complete, last_complete, load_weights, 
 from auto3d.trainer.instance import kept_by_forward, separate
 from auto3d.trainer.looks import is_of_user, may_look, reached, words_of
 from auto3d.trainer.loss_mean import loss_mean_of
-from auto3d.trainer.optimizer import KEPT, StateOnRanks, add_thawed, tell_thawed
+from auto3d.trainer.optimizer import KEPT, StateOnRanks, numbers_of
 from auto3d.trainer.own_loss import SMOOTHING, ComputeLoss
 from auto3d.trainer.padding import padding_of
 from auto3d.trainer.pipeline import Pipeline
@@ -119,7 +120,7 @@ class Trainer(transformers.Trainer):
         self._between_steps = False
         self._first_item: int | None = None  # see CollatedData
         self._iterations: Iterator[tuple[int, IterationResult]] = iter(())
-        self._optimizer_kept: dict[str, Any] = {}  # arguments with which transformers has made the optimizer
+        self._made_of: tuple[Any, dict[str, Any]] = None, {}  # an optimizer of transformers, and arguments for it
         super().__init__(
             model=model,
             args=args,
@@ -288,26 +289,29 @@ class Trainer(transformers.Trainer):
         """
         if self._created_lr_scheduler:  # for another number of steps
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        if self.optimizer is None:
-            self._optimizer_kept = {}
-            self.create_optimizer()
-            if self._makes_optimizer:
-                self._optimizer_kept = {name: getattr(self.args, name) for name in KEPT}
-        for name, before in self._optimizer_kept.items():
+        before_it = self.optimizer
+        self.create_optimizer()
+        if before_it is None and self._makes_optimizer:
+            self._made_of = self.optimizer, {name: getattr(self.args, name) for name in KEPT}
+        made, arguments = self._made_of
+        for name, before in arguments.items() if made is self.optimizer else ():
             if (value := getattr(self.args, name)) != before:
                 raise InputError(
                     f"TrainingArguments.{name}: it was {before!r} in the training before, and is {value!r}; the "
                     "optimizer goes on, and keeps it: make a new Trainer, or set it back"
                 )
         self._pipeline.check_optimizer(self.optimizer)
-        self.optimizer.state = StateOnRanks()
+        if not isinstance(self.optimizer.state, StateOnRanks):
+            self.optimizer.state = StateOnRanks()
         self.create_scheduler(max_steps)
         check_rates(self.optimizer, self.lr_scheduler)
 
     @property
     def _makes_optimizer(self) -> bool:
         """Whether transformers makes the optimizer, from the arguments alone."""
-        return type(self).create_optimizer is transformers.Trainer.create_optimizer
+        return type(self).create_optimizer is transformers.Trainer.create_optimizer and not (
+            self.optimizer_cls_and_kwargs
+        )
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: transformers.TrainingArguments, model: Any = None) -> tuple[Any, Any]:
@@ -357,6 +361,11 @@ class Trainer(transformers.Trainer):
             if self._is_stopped and self._micro_batches_of(step, steps_in_epoch) > 1:
                 break
             TOGETHER.mark(f"goes on with step {self.state.global_step + 1}")
+            if self._looks and self._pipeline.is_outdated:
+                raise InputError(
+                    "Trainer: the model was changed during the training, outside of an event of a callback; change it "
+                    "in one"
+                )
             self._pipeline.follow(self.optimizer)
             _, result = next(self._iterations)
             self._pipeline.trained()
@@ -473,13 +482,11 @@ class Trainer(transformers.Trainer):
             is_scaled=self.loss_is_scaled_for_ga,
             device=self.args.device.type,
         )
-        if self.optimizer is not None and self._optimizer_kept:
-            tell_thawed(add_thawed(self.optimizer, self.model, self.get_decay_parameter_names(self.model)))
         self._first_item = int(self._loss_shifts_labels) if loss_mean in ("items", SUMMED_ITEMS) else None
         return self._pipeline.start(
             replace(data, first_item=self._first_item),
             iterations,
-            optimizer=self.optimizer,
+            optimizer=self.optimizer if self.is_in_train else self._pipeline.learnt_by,
             loss_mean=loss_mean,
             gets_items=gives_items and loss_mean != "items",  # there the model divides, as the data says
             checkpoints=checkpoints,
@@ -613,18 +620,29 @@ class Trainer(transformers.Trainer):
         of_ranks = [mine] * self.args.world_size
         with waiting_for("the names of the other ranks' callbacks", self.args.ddp_timeout):
             dist.all_gather_object(of_ranks, mine)
-        self._ranks_agree = all(names == mine[0] and not users for names, users, *_ in of_ranks)
+        schedules = self._created_lr_scheduler and type(self).create_scheduler is transformers.Trainer.create_scheduler
+        self._ranks_agree = schedules and all(names == mine[0] and not users for names, users, *_ in of_ranks)
         self._looks = any(looks for _, _, looks, *_ in of_ranks)
         handler.with_weights = set().union(*(events for *_, events, _ in of_ranks))
         handler.followed = set().union(*(events for *_, events in of_ranks))
         self.callback_handler = handler
 
     def _agree(self) -> None:
-        """Give all ranks the flags that the user's callbacks have set on any of them."""
+        """Give all ranks the flags that the user's callbacks have set on any of them.
+
+        Raises InputError unless all have the same numbers in the groups of the optimizer.
+        """
         if self._ranks_agree:
             return
-        flags = torch.tensor([int(getattr(self.control, name)) for name in _FLAGS])
+        numbers = xxh3_64_intdigest(repr(numbers_of(self.optimizer)).encode()) >> 2
+        flags = torch.tensor([*(int(getattr(self.control, name)) for name in _FLAGS), numbers, -numbers])
         with waiting_for("the callbacks of the other ranks", self.args.ddp_timeout):
             dist.all_reduce(flags, dist.ReduceOp.MAX)
-        for name, value in zip(_FLAGS, flags.tolist(), strict=True):
+        *of_flags, highest, lowest = flags.tolist()
+        if highest != -lowest:
+            raise InputError(
+                "Trainer.optimizer: the ranks have other numbers in its groups, such as a learning rate; set them alike on "
+                "all ranks, from nothing that differs between them"
+            )
+        for name, value in zip(_FLAGS, of_flags, strict=True):
             setattr(self.control, name, bool(value))
