@@ -115,7 +115,7 @@ def optimizer_state(rank: Rank) -> dict[str, StatePart]:
 
 
 def make_state_to_keep(rank: Rank) -> None:
-    """Make the state of optimizers that have none before their first step, so that earlier state can be copied there."""
+    """Make the state of optimizers that have none before their first step, so that earlier state has a place."""
     for optimizer, _ in rank.updaters():
         make_state_to_load(optimizer)
 

@@ -117,7 +117,8 @@ def tell_left_out(settings: OptimizerSettings) -> None:
     if names and not setup().world.rank:
         more = f" and {len(names) - 1} more" * (len(names) > 1)
         print(
-            f"auto3d: {names[0]}{more}: trained, but in no group of the optimizer, so the values stay, as in transformers",
+            f"auto3d: {names[0]}{more}: trained, but in no group of the optimizer, which leaves it as it is, as in "
+            "transformers",
             flush=True,
         )
 

@@ -42,8 +42,8 @@ def check_saved(schedule: Any) -> None:
         is_held = _unpacked(json.loads(json.dumps(_packed(state)))) == state
     if not is_held:
         raise InputError(
-            f"Trainer: its lr_scheduler, a {type(schedule).__name__}, keeps what a checkpoint cannot hold; keep numbers "
-            'there, or train with save_strategy="no"'
+            f"Trainer: its lr_scheduler, a {type(schedule).__name__}, keeps what a checkpoint cannot hold; keep "
+            'numbers there, or train with save_strategy="no"'
         )
 
 

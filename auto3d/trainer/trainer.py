@@ -361,7 +361,7 @@ class Trainer(transformers.Trainer):
             if self._is_stopped and self._micro_batches_of(step, steps_in_epoch) > 1:
                 break
             TOGETHER.mark(f"goes on with step {self.state.global_step + 1}")
-            if self._looks and self._pipeline.is_outdated:
+            if not self._ranks_agree and self._pipeline.is_outdated:
                 raise InputError(
                     "Trainer: the model was changed during the training, outside of an event of a callback; change it "
                     "in one"
@@ -641,8 +641,8 @@ class Trainer(transformers.Trainer):
         *of_flags, highest, lowest = flags.tolist()
         if highest != -lowest:
             raise InputError(
-                "Trainer.optimizer: the ranks have other numbers in its groups, such as a learning rate; set them alike on "
-                "all ranks, from nothing that differs between them"
+                "Trainer.optimizer: the ranks have other numbers in its groups, such as a learning rate; set them "
+                "alike on all ranks, from nothing that differs between them"
             )
         for name, value in zip(_FLAGS, of_flags, strict=True):
             setattr(self.control, name, bool(value))

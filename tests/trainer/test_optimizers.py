@@ -3,6 +3,7 @@
 from functools import partial
 from math import prod
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,6 +12,7 @@ from torch.optim.lr_scheduler import (
     CosineAnnealingWarmRestarts,
     ExponentialLR,
     LambdaLR,
+    MultiStepLR,
     OneCycleLR,
     SequentialLR,
 )
@@ -52,6 +54,17 @@ def one_after_another(model):
     return optimizer, SequentialLR(optimizer, schedules, milestones=[3])
 
 
+def of_an_array(model):
+    optimizer = torch.optim.NAdam(model.parameters(), lr=np.float32(1e-2))
+    factors = np.linspace(1, 0.1, 8, dtype=np.float32)
+    return optimizer, LambdaLR(optimizer, lambda step: factors[step])
+
+
+def with_milestones(model):
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+    return optimizer, MultiStepLR(optimizer, [2, 5])
+
+
 def without_the_head(model):
     return torch.optim.AdamW(model.model.parameters(), lr=1e-2), None
 
@@ -71,6 +84,14 @@ class Regroups:
     def create_scheduler(self, num_training_steps, optimizer=None):
         self.lr_scheduler = ExponentialLR(self.optimizer, 0.8)
         return self.lr_scheduler
+
+
+class Rebuilds(transformers.TrainerCallback):
+    """Changes what the model computes."""
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        if state.global_step == 3:
+            model.model.norm.variance_epsilon = 0.5
 
 
 class Nothing:
@@ -106,6 +127,8 @@ SCRIPTS = {  # what a script gives: an optimizer of its model with a schedule, m
     "a schedule for each group": (of_two_rates, Nothing, {}),
     "a cycle of momentum": (in_a_cycle, Nothing, {}),
     "schedules one after another": (one_after_another, Nothing, {}),
+    "a schedule of numbers of numpy": (of_an_array, Nothing, {}),
+    "a schedule of milestones": (with_milestones, Nothing, {}),
     "parameters left out": (without_the_head, Nothing, {}),
     "a group that a callback adds": (
         without_the_head,
@@ -120,6 +143,7 @@ SCRIPTS = {  # what a script gives: an optimizer of its model with a schedule, m
         | {"metric_for_best_model": "eval_loss"},
     ),
     "numbers that a callback sets": (lambda model: (None, None), Nothing, {"callbacks": [Sets()], "weight_decay": 0.1}),
+    "a pipeline that is built again": (with_milestones, Nothing, {"callbacks": [Rebuilds()], "max_steps": 5}),
     "a class": (
         lambda model: (None, None),
         Nothing,
@@ -190,7 +214,7 @@ def test_an_optimizer_of_the_script_updates_as_in_one_transformers_process(
                 assert each[name][1][key] == pytest.approx(value, rel=1e-3, abs=2e-5), (name, key)
 
 
-RESUMED = ("a schedule for each group", "a cycle of momentum", "schedules one after another", "methods")
+RESUMED = ("a schedule for each group", "a cycle of momentum", "a schedule of milestones", "methods")
 
 
 def resumed(world, folder, port):
@@ -228,6 +252,27 @@ class Counter(LambdaLR):
         self.seen = {1, 2}
 
 
+class OfTheFirst(torch.optim.SGD):
+    """Updates all groups at the rate of the first."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
+
+
+def of_the_first(model):
+    first, *others = model.parameters()
+    return OfTheFirst([{"params": [first], "lr": 0.1}, {"params": others, "lr": 0.2}]), None
+
+
+def hooked(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer, None
+
+
 def stepped(model):
     optimizer = torch.optim.AdamW(model.parameters())
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
@@ -258,6 +303,11 @@ REFUSED = {
         lambda model: (Doubling(model.parameters(), factor=3.0), None),
         "Trainer: its optimizer has another factor than a Doubling that is made with what its groups say",
     ),
+    "whose groups are not alone": (
+        of_the_first,
+        "Trainer: its optimizer, a OfTheFirst, updates a group by what another one says",
+    ),
+    "with a hook": (hooked, "Trainer: its optimizer, a SGD, has hooks of its steps"),
     "without a rate": (
         lambda model: (transformers.Adafactor(model.parameters(), warmup_init=True), None),
         "Trainer: param_groups[0] of its optimizer has the lr None; it takes a number",
