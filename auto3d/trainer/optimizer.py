@@ -198,12 +198,12 @@ def _arguments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> di
 def _check_groups_alone(optimizer: torch.optim.Optimizer) -> None:
     """Raise InputError if a step on one group depends on another, or on what all groups began with.
 
-    Ranks make an optimizer for each group.
+    Ranks make an optimizer for each group. Each group is tried with other numbers, as schedules may set them.
     """
-    kind = type(optimizer)
+    kind, groups = type(optimizer), optimizer.param_groups
     if kind.__module__.startswith("torch.optim."):
         return
-    given = [_given(kind, group) for group in optimizer.param_groups]
+    given = [_scaled(_given(kind, group), 1 - 0.1 * (place + 1) / len(groups)) for place, group in enumerate(groups)]
     common = _given(kind, optimizer.defaults)
     weights = [nn.Parameter(torch.linspace(0.5, 1.5, 6).view(2, 3)) for _ in range(2 * len(given))]
     pairs = list(zip(weights[::2], weights[1::2], given, strict=True))
@@ -250,6 +250,15 @@ def _has_learnt(optimizer: torch.optim.Optimizer) -> bool:
         set(state) != set(new) or any(not _are_equal(state[key], value) for key, value in numbers.items())
         for state in optimizer.state.values()
     )
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    """``value`` with all of its floating-point numbers multiplied."""
+    if isinstance(value, dict):
+        return {name: _scaled(each, factor) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_scaled(each, factor) for each in value)
+    return value * factor if isinstance(value, float) else value
 
 
 def _plain(value: Any) -> Any:

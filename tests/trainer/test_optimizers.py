@@ -264,7 +264,8 @@ class OfTheFirst(torch.optim.SGD):
 
 def of_the_first(model):
     first, *others = model.parameters()
-    return OfTheFirst([{"params": [first], "lr": 0.1}, {"params": others, "lr": 0.2}]), None
+    optimizer = OfTheFirst([{"params": [first]}, {"params": others}], lr=0.1)
+    return optimizer, LambdaLR(optimizer, [lambda step: 1.0, lambda step: float(step > 1)])
 
 
 def hooked(model):
