@@ -207,7 +207,7 @@ def _run_rank(
         shards = [shard for shard in sync.shards.values() if not shard.parameters.keys().isdisjoint(mine)]
         whole = {name: one for name, one in mine.items() if not any(name in shard.parameters for shard in shards)}
         optimizer = FakeOptimizer(stage, whole, shards, numbers)
-        optimizers[key] = ((optimizer, SimpleNamespace(step=lambda: None)),) if mine else ()
+        optimizers[key] = {OptimizerSettings(): (optimizer, SimpleNamespace(step=lambda: None))} if mine else {}
     network.connected[rank] = True
     micro_batches = schedule.micro_batches * schedule.parts
     runner = Executor(
