@@ -266,8 +266,12 @@ def _check_resumes(settings: OptimizerSettings) -> None:
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Its own attributes, without those of every torch optimizer."""
-    common = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
-    return {name: repr(value) for name, value in vars(optimizer).items() if name not in common}
+    return {name: repr(value) for name, value in vars(optimizer).items() if name not in _common_attributes()}
+
+
+@cache
+def _common_attributes() -> frozenset[str]:
+    return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
 
 
 def _probes(shapes: Sequence[Sequence[int]]) -> list[nn.Parameter]:

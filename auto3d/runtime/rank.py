@@ -36,7 +36,7 @@ from auto3d.runtime.loading import ComparedMicroBatch
 from auto3d.runtime.loss_scale import LossScale
 from auto3d.runtime.optimizer import Optimizers, build_optimizers, learning_rate_of
 from auto3d.runtime.optimizer_memory import memory_options
-from auto3d.runtime.optimizer_state import make_state, state_tensors
+from auto3d.runtime.optimizer_state import make_state, make_state_to_load, state_tensors
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import capture_slices, rank_program
@@ -127,6 +127,11 @@ class Rank:
     def updaters(self) -> Iterator[tuple[torch.optim.Optimizer, LRScheduler]]:
         """The optimizers of all stages, each with its learning-rate schedule."""
         return chain.from_iterable(optimizers.values() for optimizers in self.optimizers.values())
+
+    def make_state_to_load(self) -> None:
+        """Allocate the state of all optimizers, whose tensors earlier state must replace."""
+        for optimizer, _ in self.updaters():
+            make_state_to_load(optimizer)
 
     def numbers(self) -> dict[str, float]:
         """Numbers that training changes, the same on all ranks; they are part of a checkpoint."""

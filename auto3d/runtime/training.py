@@ -30,7 +30,6 @@ from auto3d.runtime.gathered import of_all_ranks
 from auto3d.runtime.measurement import BYTES
 from auto3d.runtime.optimizer import advance
 from auto3d.runtime.optimizer_class import check_resumes
-from auto3d.runtime.optimizer_state import make_state_to_load
 from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory, out_of_memory_line
 from auto3d.runtime.peak_memory import PeakBytes, PeakMemory
 from auto3d.runtime.rank import Rank, build_rank
@@ -264,8 +263,7 @@ def _resume(
     (done,) = newest_iteration
     if done is None:
         return 0
-    for optimizer, _ in rank.updaters():
-        make_state_to_load(optimizer)
+    rank.make_state_to_load()
     source = checkpoint_folder(checkpoints.folder, done)
     with CheckpointReader(source) as reader:
         check_it(source, reader.checkpoint)

@@ -15,11 +15,10 @@ from transformers.trainer_callback import CallbackHandler
 
 from auto3d.errors import InputError
 from auto3d.runtime.gathered import of_all_ranks
-from auto3d.runtime.optimizer_class import attributes_of
 from auto3d.trainer.gather import hash_of
 from auto3d.trainer.instance import traits_of
 from auto3d.trainer.looks import OF_MODEL, may_look
-from auto3d.trainer.optimizer import has_own_steps, numbers_of, options_of, parameters_of
+from auto3d.trainer.optimizer import fixed_of, numbers_of, parameters_of
 from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.supported import own_events
 
@@ -136,11 +135,8 @@ class PipelineCallbacks(CallbackHandler):
     def _fixed(self, args: Any) -> Iterator[tuple[str, Any]]:
         for name, value in vars(args).items():
             yield f"args.{name}", value
-        yield from self._of_groups(options_of)
         if self.optimizer is not None:
-            yield "the hooks of optimizer", has_own_steps(self.optimizer)
-            for name, text in attributes_of(self.optimizer).items():
-                yield f"{name} of optimizer", text
+            yield from fixed_of(self.optimizer).items()
 
     def _traits(self, args: Any) -> Iterator[tuple[str, Any]]:
         yield from traits_of(self.model)

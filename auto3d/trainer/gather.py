@@ -11,7 +11,7 @@ from xxhash import xxh3_64_intdigest
 from auto3d.capture.shard import Shard
 from auto3d.errors import InputError
 from auto3d.runtime.offload import updated_parameters
-from auto3d.runtime.optimizer_state import begins_with_zeros, make_state_to_load, state_tensors
+from auto3d.runtime.optimizer_state import begins_with_zeros, state_tensors
 from auto3d.runtime.rank import Rank
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.waiting import waiting_for
@@ -114,18 +114,13 @@ def optimizer_state(rank: Rank) -> dict[str, StatePart]:
     return _held(rank, OF_OPTIMIZER)
 
 
-def make_state_to_keep(rank: Rank) -> None:
-    """Make the state of optimizers that have none before their first step, so that earlier state has a place."""
-    for optimizer, _ in rank.updaters():
-        make_state_to_load(optimizer)
-
-
 def keep_optimizer_state(rank: Rank, earlier: Mapping[str, StatePart], *, timeout_s: float) -> dict[str, StatePart]:
     """Copy into the optimizers of ``rank`` what those of an earlier training held, on whatever ranks they were.
 
     ``earlier`` is what this rank has of it. Returns what of it no optimizer holds any more, because the parameter is
     frozen. All ranks must call it. Raises InputError where one number would have to be that of two parameters.
     """
+    rank.make_state_to_load()
     mine = optimizer_state(rank)
     numbers = {name: part.tensor.clone() for name, part in mine.items() if not part.tensor.dim()}
     places = {name: _place(part) for name, part in earlier.items()}, {name: _place(part) for name, part in mine.items()}

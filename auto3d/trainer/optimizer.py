@@ -7,6 +7,7 @@ groups, which schedules and callbacks change.
 
 import inspect
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -128,25 +129,38 @@ def numbers_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
     What is no argument of its class, such as a count of steps, is no such number.
     """
-    accepted = inspect.signature(type(optimizer)).parameters
+    accepted = _arguments_of(type(optimizer))
     return [
         {name: _plain(value) for name, value in group.items() if name in accepted and _is_number(_plain(value))}
         for group in optimizer.param_groups
     ]
 
 
-def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
-    """Per group of ``optimizer``, what else its class reads there, beside its parameters, as text."""
-    accepted = inspect.signature(type(optimizer)).parameters
-    return [
-        {name: repr(value) for name, value in group.items() if name in accepted and name not in {*numbers, "params"}}
-        for group, numbers in zip(optimizer.param_groups, numbers_of(optimizer), strict=True)
-    ]
+def fixed_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """What ``optimizer`` says, beside numbers and parameters, that ranks take over only where they make theirs.
+
+    Text by a name that a user knows: options of its groups, its hooks, and its own attributes.
+    """
+    accepted = _arguments_of(type(optimizer))
+    options = {
+        f"{name} of optimizer.param_groups[{place}]": repr(group[name])
+        for place, (group, numbers) in enumerate(zip(optimizer.param_groups, numbers_of(optimizer), strict=True))
+        for name in group
+        if name in accepted and name not in {*numbers, "params"}
+    }
+    attributes = {f"{name} of optimizer": text for name, text in attributes_of(optimizer).items()}
+    return options | {"the hooks of optimizer": str(has_own_steps(optimizer))} | attributes
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Per group of ``optimizer``, which parameters it has."""
     return [{"params": tuple(map(id, group["params"]))} for group in optimizer.param_groups]
+
+
+@cache
+def _arguments_of(kind: Any) -> Mapping[str, inspect.Parameter]:
+    """The arguments of the constructor of ``kind``."""
+    return inspect.signature(kind).parameters
 
 
 def _group_of(optimizer: torch.optim.Optimizer, number: int, name_of: Mapping[int, str]) -> ParameterGroup:
@@ -186,7 +200,7 @@ def _arguments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> di
             f"Trainer: its optimizer has another {unsaid[0]} than a {kind.__name__} that is made with what its groups "
             "say, so the ranks cannot make it again; keep its arguments in its groups by their names"
         )
-    defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+    defaults = {name: parameter.default for name, parameter in _arguments_of(kind).items()}
     return {
         name: value
         for name, value in _given(kind, group).items()
@@ -236,7 +250,7 @@ def _made_again(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> t
 
 def _given(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of ``kind`` that ``group`` holds."""
-    names = [name for name in inspect.signature(kind).parameters if name not in ("params", *_CHOSEN, *_REFUSED)]
+    names = [name for name in _arguments_of(kind) if name not in ("params", *_CHOSEN, *_REFUSED)]
     return {name: _plain(group[name]) for name in names if name in group}
 
 

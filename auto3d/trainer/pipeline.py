@@ -11,7 +11,6 @@ from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import Checkpoints
-from auto3d.runtime.optimizer_class import attributes_of
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.training import Training
@@ -21,7 +20,6 @@ from auto3d.trainer.gather import (
     gather,
     keep_optimizer_state,
     make_alike,
-    make_state_to_keep,
     optimizer_state,
     scatter,
 )
@@ -30,10 +28,9 @@ from auto3d.trainer.optimizer import (
     LEFT_OUT,
     StateOnRanks,
     check_optimizer,
-    has_own_steps,
+    fixed_of,
     numbers_of,
     optimizer_settings,
-    options_of,
     parameters_of,
     tell_left_out,
 )
@@ -43,7 +40,7 @@ from auto3d.trainer.samples import CollatedData
 from auto3d.trainer.settings import training_settings
 from auto3d.trainer.setup import setup
 
-_NO_OPTIMIZER = OptimizerSettings(optimizer="sgd", momentum=0.0)  # of a pipeline that only evaluates
+_NO_OPTIMIZER = OptimizerSettings(optimizer="sgd", momentum=0.0)  # a pipeline that only evaluates has these settings
 
 
 class Pipeline:
@@ -67,8 +64,8 @@ class Pipeline:
         self._traits: dict[str, object] = {}  # those of the model in ``_planned``
         self._planned: tuple[Plan, CapturedModel] | None = None
         self._learnt_by: torch.optim.Optimizer | None = None  # the script's optimizer of the steps so far
-        self._optimizer: torch.optim.Optimizer | None = None  # that of the training
-        self._fixed: object = None  # what it says that no rank follows
+        self._optimizer: torch.optim.Optimizer | None = None  # the script's optimizer in the training
+        self._fixed: object = None  # ranks took this over from ``_optimizer`` when they made theirs
         self._optimizer_state: dict[str, StatePart] = {}  # state of parameters that are frozen since
 
     def compute(self, loss: ComputeLoss) -> None:
@@ -154,7 +151,6 @@ class Pipeline:
             captured, plan, self.settings, data, setup().world, state=self._weights, checkpoints=checkpoints
         )
         if self._learnt_by is not None:
-            make_state_to_keep(self.training.rank)
             self._optimizer_state = keep_optimizer_state(
                 self.training.rank, self._optimizer_state, timeout_s=self._args.ddp_timeout
             )
@@ -220,4 +216,4 @@ class Pipeline:
 
 def _fixed_of(optimizer: torch.optim.Optimizer) -> object:
     """What ``optimizer`` says that ranks take over only where they make theirs, as something to compare."""
-    return options_of(optimizer), parameters_of(optimizer), attributes_of(optimizer), has_own_steps(optimizer)
+    return fixed_of(optimizer), parameters_of(optimizer)

@@ -1,7 +1,6 @@
 """The schedule of a script's optimizer, and the numbers in its groups that schedules and callbacks change."""
 
 import json
-import warnings
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -30,15 +29,13 @@ def check_rates(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
         )
     if schedule.optimizer is not optimizer:
         raise InputError("Trainer: its lr_scheduler is that of another optimizer; make it of the one that trains")
-    # torch warns of a schedule whose optimizer makes no step; this one makes none, and the ranks' do.
-    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
 
 
 def check_saved(schedule: Any) -> None:
     """Raise InputError unless a checkpoint can hold what ``schedule`` keeps."""
     state = schedule.state_dict()
     is_held = False
-    with suppress(TypeError, ValueError):  # of what is no number, text, list, tuple, dict or Counter
+    with suppress(TypeError, ValueError):  # JSON raises them for other objects than numbers, text and collections
         is_held = _unpacked(json.loads(json.dumps(_packed(state)))) == state
     if not is_held:
         raise InputError(

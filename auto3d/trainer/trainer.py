@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -305,6 +306,8 @@ class Trainer(transformers.Trainer):
             self.optimizer.state = StateOnRanks()
         self.create_scheduler(max_steps)
         check_rates(self.optimizer, self.lr_scheduler)
+        # torch warns of a schedule whose optimizer makes no step; this one makes none, and the ranks' do.
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
 
     @property
     def _makes_optimizer(self) -> bool:

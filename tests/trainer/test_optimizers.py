@@ -118,7 +118,7 @@ class Adds(transformers.TrainerCallback):
             lr_scheduler.lr_lambdas.append(lambda step: 1 / step)
 
 
-SCRIPTS = {  # what a script gives: an optimizer of its model with a schedule, methods, arguments
+SCRIPTS = {  # name -> the script's optimizer of its model with a schedule, its methods, its arguments
     "groups, and the schedule of the arguments": (
         lambda model: (by_layer(model), None),
         Nothing,
