@@ -7,7 +7,6 @@ groups, which schedules and callbacks change.
 
 import inspect
 from collections.abc import Collection, Mapping
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -157,8 +156,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{"params": tuple(map(id, group["params"]))} for group in optimizer.param_groups]
 
 
-@cache
-def _arguments_of(kind: Any) -> Mapping[str, inspect.Parameter]:
+def _arguments_of(kind: type[torch.optim.Optimizer]) -> Mapping[str, inspect.Parameter]:
     """The arguments of the constructor of ``kind``."""
     return inspect.signature(kind).parameters
 
