@@ -18,7 +18,7 @@ _CLONE_NEWUTS = 0x04000000  # sched.h
 _THROUGH_SOCKETS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
-def begin_on_own_host(rank: int) -> None:
+def begin_on_own_host(rank: int, *, deterministic: bool = True) -> None:
     """Give this process, which needs root's rights, a host name of its own (unshare(2)), and float32 that is exact.
 
     It must not have used CUDA yet.
@@ -30,4 +30,4 @@ def begin_on_own_host(rank: int) -> None:
     os.environ |= _THROUGH_SOCKETS
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # the parent hides the GPU from itself
     set_gpu_environment()
-    set_arithmetic(GPU, tf32=False, deterministic=True)
+    set_arithmetic(GPU, tf32=False, deterministic=deterministic)

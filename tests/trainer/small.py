@@ -322,7 +322,8 @@ class Weighted:
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
         outputs = model(**inputs)
-        loss = torch.nn.functional.cross_entropy(outputs["scores"], labels, weight=torch.tensor([1.0, 2.0, 0.5]))
+        weights = torch.tensor([1.0, 2.0, 0.5], device=next(model.parameters()).device)
+        loss = torch.nn.functional.cross_entropy(outputs["scores"], labels, weight=weights)
         return (loss, outputs) if return_outputs else loss
 
 
@@ -469,7 +470,7 @@ def with_own_loss(name, base=Trainer, arguments=TrainingArguments, **options):
         classes=(type(method.__name__, (method, base), {}), arguments),
         **{"remove_unused_columns": False, "label_names": ["labels"]} | defaults | of_loss | options,
     )
-    made.teacher = llama(num_hidden_layers=1)
+    made.teacher = llama(num_hidden_layers=1).to(made.args.device)
     return made
 
 
