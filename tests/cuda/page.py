@@ -35,6 +35,18 @@ def parity() -> str:
     return tabulate(rows, ("case", "model", "ranks", "result", "largest error", "note"), tablefmt="pipe")
 
 
+def trainer() -> str:
+    """A row per script, with what every run of it gave under each plan."""
+    records = [json.loads(line) for line in (FOLDER / "trainer.jsonl").read_text().splitlines()]
+    plans = sorted({each["plan"] for each in records})
+    cells: dict[str, dict[str, list[str]]] = {each["case"]: {plan: [] for plan in plans} for each in records}
+    for each in records:
+        error = f" ({each['error']:.0e})" if "error" in each else ""
+        cells[each["case"]][each["plan"]].append(each["verdict"] + error)
+    rows = [(case, *("; ".join(found) for found in of_plans.values())) for case, of_plans in cells.items()]
+    return tabulate(rows, ("script", *plans), tablefmt="pipe")
+
+
 def training() -> tuple[str, Measurement]:
     plain = {line.split(":")[0].rpartition(" ")[2]: line for line in (FOLDER / "plain.txt").read_text().splitlines()}
     with (FOLDER / "table.csv").open() as file:
@@ -58,6 +70,10 @@ def training() -> tuple[str, Measurement]:
             }
         )
     return tabulate(rows, "keys", tablefmt="pipe", disable_numparse=True), found[0]
+
+
+def speed() -> str:
+    return "\n".join(f"- {line}" for line in (FOLDER / "trainer_speed.txt").read_text().splitlines())
 
 
 def products(alignment: int) -> np.ndarray:
@@ -131,7 +147,13 @@ def main() -> None:
     assert measured.environment is not None
     made_on = measured.environment.computer_and_software
     text = TEXT.format(
-        parity=parity(), training=table, made_on=made_on, date=measured.finished[:10], **matrix_products()
+        parity=parity(),
+        trainer=trainer(),
+        speed=speed(),
+        training=table,
+        made_on=made_on,
+        date=measured.finished[:10],
+        **matrix_products(),
     )
     (FOLDER / "README.md").write_text(text)
 
@@ -152,8 +174,30 @@ records, as root; these are from two such runs beside each other, ended by their
 
 {parity}
 
-The refused capture is mended since, but was not tried on a GPU again: autocast on GPUs computes cross entropy in two
-precisions, which a program then could not say.
+The refused capture is mended since, and right in the last rows, which are of another machine of the same kind on
+2026-11-27: autocast on GPUs computes cross entropy in two precisions, which a program then could not say.
+
+## Trainer
+
+Scripts for transformers' Trainer (those of `tests/trainer/`), and the same scripts for auto3d's, whose ranks share the
+GPU: losses, gradient norms, rates and results of evaluations. In brackets: the largest relative difference of these
+numbers, of which 1e-4 is allowed, and 0.02 in bfloat16. `python -m tests.cuda.trainer FILE --degree pp 2` appends such
+records, as root; these are from two machines of the same kind on 2026-11-27, where many such runs went on beside each
+other. Empty: not run there.
+
+{trainer}
+
+What failed: "weights of classes" and "a teacher of the trainer" kept tensors on the CPU in the first run, in which
+transformers' Trainer fails as well, and "a last batch in part" asked for deterministic kernels that torch lacks; the
+scripts are mended. Six more, the first of each of six processes, ended at the same time with an error of CUDA, when 20
+ranks began to use the GPU at once; its cause is not known. Four of them are right in the other run.
+
+GPT-2 of 124 million parameters in bfloat16, 32 sequences of 1,024 tokens per step, in both Trainers on one GPU
+(`python -m tests.cuda.trainer_speed MICRO_BATCH [auto3d]`; median of 9 steps):
+
+{speed}
+
+With a micro-batch of 1, the host is the slower part in both.
 
 ## One GPU
 

@@ -68,9 +68,7 @@ def scripts() -> list[Script]:
         (small.LIVE, live),
     )
     found = [Script(name, partial(make, name)) for names, make in kinds for name in names]
-    return found + [
-        Script(f"{name}, bfloat16", partial(of_model_in_bfloat16, name)) for name in ("a count", "experts")
-    ]
+    return found + [Script(f"{name}, bfloat16", partial(of_model_in_bfloat16, name)) for name in ("a count", "experts")]
 
 
 def train(world: World, script: Script, folder: str, port: int | None, **degrees: int) -> list[float]:

@@ -6,6 +6,7 @@ iterations. Its exit status is 1 if a run of ours is wrong.
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -187,8 +188,9 @@ def train(processes: Processes, model: str, name: str, options: dict, *, dp: int
 
 
 def failure(error: AssertionError) -> str:
-    """The line of a traceback with the error."""
-    return [line for line in str(error).splitlines() if line and not line.startswith(" ")][-1]
+    """The line of a traceback with the error; torch adds lines of advice to one of CUDA."""
+    lines = [line for line in str(error).splitlines() if line and not line.startswith(" ")]
+    return next((line for line in reversed(lines) if re.match(r"[\w.]+: ", line)), lines[-1])
 
 
 def ours(report: Report, processes: Processes, model: str, *, name: str, options: dict, dp: int, pp: int) -> str:
