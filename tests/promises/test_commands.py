@@ -25,7 +25,8 @@ NAMES = {  # placeholder of a page -> a name that a reader may give
     ".venv/bin/auto3d": "PROGRAMS/auto3d",
     "results/release": f"'{ROOT}/results/release'",
 }
-HERE = "search.micro_batch_size=[2] launch.executor=local"
+SHORT = "measure.warmup_iterations=1 measure.iterations=1"
+HERE = f"search.micro_batch_size=[2] launch.executor=local {SHORT}"
 TWO = f"search.dp=[1] search.pp=[1,2] search.tp=[1] search.schedule=[1f1b] {HERE}"
 ONE = TWO.replace("[1,2]", "[2]")
 UNCOMPARED = "training.check_capture=false"  # other commands compare the same captures
@@ -41,10 +42,10 @@ INSTEAD = {  # command -> a smaller one of the same kind
     "auto3d sweep tiny 'search.engine=[auto3d,ddp,fsdp]'": (
         f"auto3d sweep tiny search.dp=[2] search.tp=[1] search.pp=[1] 'search.engine=[auto3d,ddp]' {HERE}"
     ),
-    "auto3d recompute tiny": f"auto3d recompute tiny measure.iterations=1 {UNCOMPARED}",
+    "auto3d recompute tiny": f"auto3d recompute tiny {SHORT} {UNCOMPARED}",
     "auto3d sweep emulated": (
-        "auto3d sweep emulated 'search.schedule=[1f1b]' training.global_batch=16 measure.iterations=1 "
-        "measure.warmup_iterations=1"
+        "auto3d sweep emulated 'search.schedule=[1f1b]' search.pp=[4] cluster.devices_per_node=4 "
+        f"training.global_batch=16 {SHORT}"
     ),
     "auto3d train tiny training.checkpoint_every=20": f"auto3d train tiny training.checkpoint_every=2 {FEW}",
     "auto3d export tiny exported": f"auto3d export tiny exported training.checkpoint_every=2 {FEW}",
@@ -157,7 +158,7 @@ def put_files(folder: Path) -> None:
     with (ROOT / "results/tiny/table.csv").open() as table:
         measured = [",".join([*(row[key] for key in keys), row["iteration_s"]]) for row in csv.DictReader(table)]
     (folder / "rows.csv").write_text("micro_batch_size,tp,dp,pp\n2,1,2,1\n4,1,1,2\n")
-    (folder / "m.csv").write_text("\n".join([f"{','.join(keys)},measured_s", *measured, *measured]))  # a fit needs 20
+    (folder / "m.csv").write_text("\n".join([f"{','.join(keys)},measured_s", *[*measured, *measured][:20]]))  # what a fit needs
 
 
 @pytest.mark.timeout(7200 if WHOLE else 1800)  # each command has a limit of its own; this is for all of a page
