@@ -32,6 +32,7 @@ from auto3d.capture.model import CapturedModel, capture
 from auto3d.capture.program_json import NotStorableError, captured_from_json, captured_to_json
 from auto3d.data import DataSettings, InputField
 from recipes.examples import resnet
+from tests import kept
 
 SEQUENCE = 32
 
@@ -318,7 +319,6 @@ def precision_of(model: str) -> str:
 
 
 DEVICE = os.environ.get("AUTO3D_TEST_DEVICE", "cpu")  # the device that models are captured for; tests/cuda sets it
-_captured: list[CapturedModel] = []
 
 
 @cache
@@ -332,11 +332,11 @@ def captured(model: str, micro_batch_size: int) -> CapturedModel:
         made = capture(build, data.input_specs(), micro_batch_size, device=DEVICE, precision=precision_of(model))
         with suppress(NotStorableError):
             shared.store(identity, captured_to_json(made))
-    _captured.append(made)
+    kept.captures.append(made)
     return made
 
 
 def num_captures() -> int:
     """How many captures this process keeps, those that ``CapturedModel.at`` made and derived programs included."""
-    every = [each for model in _captured for each in (model, *model._others.values())]
+    every = [each for model in kept.captures for each in (model, *model._others.values())]
     return sum(1 + len(model.derived) for model in every)
