@@ -2,7 +2,7 @@
 
 The tests of a file run on one worker, in their order: they share captured models and the fixtures of their module. All
 tests on SLURM run on one worker, as they share one cluster; they mostly wait for it, beside the others. What takes long
-starts first, so that no long file is left at the end.
+starts first, and the tests of the longest files run each on its own, so that no long file is left at the end.
 """
 
 import pytest
@@ -11,12 +11,16 @@ from xdist.scheduler import LoadScopeScheduling
 SLURM = "tests/slurm"
 PROMISES = "tests/promises"
 WHEEL = f"{PROMISES}/test_wheel.py"  # a test in this file uses the cluster
-COMMANDS = tuple(f"{PROMISES}/test_{name}.py" for name in ("recipes", "papers", "commands"))  # each test on its own
+ON_THEIR_OWN = (  # files whose tests share nothing
+    *(f"{PROMISES}/test_{name}.py" for name in ("recipes", "papers", "commands")),
+    "tests/trainer/test_small.py",
+)
 LONGEST_FIRST = (
     f"{PROMISES}/test_commands.py",
     WHEEL,
     SLURM,
     PROMISES,
+    "tests/trainer",
     "tests/distributed",
     "tests/launch",
     "tests/capture",
@@ -44,7 +48,7 @@ NOT_QUICK = (  # tests that start processes, train, wait for SLURM or take a min
 
 class FilePerWorker(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith(COMMANDS):
+        if nodeid.startswith(ON_THEIR_OWN):
             return nodeid
         return SLURM if nodeid.startswith((SLURM, WHEEL)) else nodeid.partition("::")[0]
 

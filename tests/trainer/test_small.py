@@ -79,11 +79,16 @@ def of_transformers(*arguments, **options):
 
 
 COUNTED = ("a count of all labels", "a sum", "experts")  # losses that are sums over all ranks, in three ways
+MEANS = ("a teacher", "a last batch in part", "a count", "a prefix of keys", "pruned")  # what differs in kind
 
 
 @pytest.mark.parametrize(
     ("degrees", "names"),
-    [({"pp": 2}, tuple(small.MODELS)), ({"dp": 2, "pp": 2}, COUNTED), *soak(({"tp": 2, "pp": 2}, COUNTED))],
+    [
+        ({"pp": 2}, MEANS),
+        ({"dp": 2, "pp": 2}, COUNTED),
+        *soak(({"pp": 2}, tuple(small.MODELS)), ({"tp": 2, "pp": 2}, COUNTED)),
+    ],
     ids=str,
 )
 def test_losses_are_those_of_one_transformers_process(degrees, names, processes, tmp_path):
@@ -109,13 +114,15 @@ def own_losses(world, folder, port, *classes, names=tuple(small.OWN_LOSSES), **d
 
 
 SUMS = ("weights of samples", "a function", "smoothed tokens")
+IN_KIND = ("weights of classes", "a teacher of the trainer", "divided by items", "smoothed means", "a mean of experts")
 
 
 @pytest.mark.parametrize(
     ("degrees", "names"),
     [
-        ({"pp": 2}, tuple(small.OWN_LOSSES)),
+        ({"pp": 2}, IN_KIND),
         ({"dp": 2}, SUMS),
+        *soak(({"pp": 2}, tuple(small.OWN_LOSSES))),
         *soak(({"tp": 2}, SUMS)),
         *soak(
             *(({"pp": 2, "schedule": name}, SUMS[1:]) for name in ("chimera", "dualpipe-v", "early-recompute", "zb-h1"))
@@ -284,11 +291,11 @@ def test_what_a_script_changes_between_calls_is_as_in_one_transformers_process(p
         assert two == pytest.approx(one, rel=1e-5)
 
 
-def trained_live(world, folder, port, make=None, **degrees):
+def trained_live(world, folder, port, make=None, names=tuple(small.LIVE), **degrees):
     begin(world, folder, port, ours=make is None, **degrees)
     accumulated = 4 // degrees.get("dp", 1)
     found = {}
-    for name in small.LIVE:
+    for name in names:
         trainer = small.live(make or small.trainer, name, gradient_accumulation_steps=accumulated)
         if name == "thaws" and "shard_optimizer" in degrees:
             with pytest.raises(InputError, match=r"^shard_optimizer: .* was trained for another number of"):
@@ -301,21 +308,17 @@ def trained_live(world, folder, port, make=None, **degrees):
     return found
 
 
-@pytest.fixture(scope="module")
-def live_in_one_process(processes, tmp_path_factory):
-    (one,) = processes.run(1, trained_live, tmp_path_factory.mktemp("one"), None, of_transformers)
-    return one
-
-
 @pytest.mark.parametrize(
     "degrees",
-    [{"pp": 2}, *soak({"tp": 2}, {"dp": 2, "shard_optimizer": True}, {"dp": 2, "pp": 2})],
+    [
+        {"pp": 2, "names": ("swaps", "doubles", "thaws")},
+        *soak({"pp": 2}, {"tp": 2}, {"dp": 2, "shard_optimizer": True}, {"dp": 2, "pp": 2}),
+    ],
     ids=str,
 )
-def test_what_a_callback_changes_holds_as_in_one_transformers_process(
-    degrees, live_in_one_process, processes, tmp_path
-):
-    one = live_in_one_process
+def test_what_a_callback_changes_holds_as_in_one_transformers_process(degrees, processes, tmp_path):
+    names = degrees.get("names", tuple(small.LIVE))
+    (one,) = processes.run(1, partial(trained_live, names=names), tmp_path, None, of_transformers)
     assert len({tuple(numbers) for numbers, _ in one.values()}) == len(one), "each callback changes the training"
     ranks = prod(value for key, value in degrees.items() if key in ("dp", "tp", "pp"))
     for each in processes.run(ranks, partial(trained_live, **degrees), tmp_path, free_port()):
