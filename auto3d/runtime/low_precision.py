@@ -1,9 +1,11 @@
 """Low-precision copies of weights: the forward computes with them, and gradients go to the float32 weights.
 
 Under torch.autocast every micro-batch casts each weight again. Here a stage makes one copy per version of its weights,
-and each use of a copy adds its gradient, cast to the type of the weight, to that of the weight.
+and each use of a copy adds its gradient, cast to the type of the weight, to that of the weight. A copy of a weight with
+a single use is a leaf of autograd that does so by itself; others need an operation at each use, which takes longer.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -26,6 +28,21 @@ def copies_of(captured: CapturedModel, nodes: Collection[str]) -> dict[str, tupl
             parameter, dtype = exported.parameters[node.name], node.meta["val"].dtype
             found[copy_name(parameter, dtype)] = (parameter, dtype)
     return found
+
+
+def used_once(captured: CapturedModel, nodes: Collection[str]) -> set[str]:
+    """Those of ``copies_of`` whose parameter is trained and has no other use in operations ``nodes``."""
+    exported = captured.exported
+    uses: Counter[str] = Counter()
+    copies: dict[str, str] = {}  # name of a copy -> its parameter
+    for node in exported.program.find_nodes(op="placeholder"):
+        if node.name in exported.parameters:
+            parameter = exported.parameters[node.name]
+            uses[parameter] += sum(user.name in nodes for user in node.users)
+            if node.name in exported.copies:
+                copies[copy_name(parameter, node.meta["val"].dtype)] = parameter
+    trained = captured.graph.trained
+    return {name for name, parameter in copies.items() if uses[parameter] == 1 and parameter in trained}
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from auto3d.capture.model import CapturedModel
 from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage
 from auto3d.runtime.loss_scale import LossScale
-from auto3d.runtime.low_precision import copies_of
+from auto3d.runtime.low_precision import copies_of, used_once
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage_program import DerivedProgram, segment_program
 from auto3d.runtime.target_counts import TargetCounts
@@ -146,10 +146,12 @@ class StageModule:
         self._loss_scale = loss_scale or LossScale()
         self._loss_name = captured.graph.loss if stage.has_loss else None
         self._deferred = DeferredGradients() if split_backward else None
+        leaf_copies = set() if split_backward else used_once(captured, frozenset(stage.nodes))
         self.weights = WeightVersions(
             {name: tensors[name] for name in stage.state},
             several=old_weights,
             copies=copies_of(captured, frozenset(stage.nodes)),
+            leaf_copies=leaf_copies,
         )
         if not recompute:
             kept = [(0, len(captured.graph.nodes))]
@@ -176,6 +178,7 @@ class StageModule:
                     derived=derived,
                     targets=self._targets,
                     compile=compile,
+                    leaf_copies=leaf_copies,
                 ),
             )
             for segment in divided

@@ -51,12 +51,14 @@ def segment_program(
     derived: DerivedProgram | None = None,
     targets: TargetCounts | None = None,
     compile: bool = False,
+    leaf_copies: Collection[str] = (),
 ) -> tuple[fx.GraphModule, list[str], list[str]]:
     """The segment as a module, and the names of its arguments: of its state, then of the values that it takes.
 
     The module's arguments are the state and then the values; it returns the values that the segment gives. A name
     occurs once, except that a name in ``per_user`` occurs once for each operation that uses it, in the order of use.
-    Of a parameter that operations use in low precision, the copy is an argument too, named by ``copy_name``.
+    Of a parameter that operations use in low precision, the copy is an argument too, named by ``copy_name``; those in
+    ``leaf_copies`` are leaves of autograd.
     With ``deferred``, the module's backward defers weight gradients to it, for the operators that support this. If
     ``captured`` is the program of a tensor-parallel rank or of a slice of the sequence, ``derived`` runs its further
     operators. Means over targets are counted by ``targets``. With ``compile``, its operators are compiled when they
@@ -118,7 +120,9 @@ def segment_program(
         parameters = {  # placeholder of a copy in low precision -> that of its parameter
             env[used]: known[parameter_of[used]]
             for used in node.all_input_nodes
-            if used in parameter_of and names[used.name] in captured.graph.trained
+            if used in parameter_of
+            and names[used.name] in captured.graph.trained
+            and copy_name(names[used.name], used.meta["val"].dtype) not in leaf_copies
         }
         split = None
         number = operation_number.get(node.name, -1)  # a conversion has no number: it draws nothing

@@ -1,12 +1,13 @@
 """Versions of one stage's weights: the version that a micro-batch's forward used stays until its backward has run."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import nn
 
 from auto3d.runtime.low_precision import Copies
+from auto3d.runtime.weight_gradients import add_gradient
 from auto3d.runtime.weight_shard import memory_of
 
 
@@ -20,12 +21,21 @@ class WeightVersions:
     exist already. Buffers have no versions.
 
     Of each version, parameters also have the low-precision ``copies``: a copy is made when the first micro-batch asks
-    for its version, after the update that the version begins with.
+    for its version, after the update that the version begins with. Those in ``leaf_copies`` are leaves of autograd,
+    whose gradients move to those of their parameters.
     """
 
-    def __init__(self, state: Mapping[str, torch.Tensor], *, several: bool, copies: Copies | None = None) -> None:
+    def __init__(
+        self,
+        state: Mapping[str, torch.Tensor],
+        *,
+        several: bool,
+        copies: Copies | None = None,
+        leaf_copies: Collection[str] = (),
+    ) -> None:
         self._state = state
         self._copies = copies or {}
+        self._leaf_copies = leaf_copies
         self._copied: set[int] = set()  # versions whose copies are those of their parameters
         self._version_of: Mapping[int, int] = {}
         self._users: Counter[int] = Counter()  # version -> number of micro-batches of the program that have not ended
@@ -63,7 +73,7 @@ class WeightVersions:
             state[name] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             if isinstance(tensor, nn.Parameter):  # compiled code distinguishes the two
                 state[name] = nn.Parameter(state[name].detach(), tensor.requires_grad)
-        other = WeightVersions(state, several=False, copies=self._copies)
+        other = WeightVersions(state, several=False, copies=self._copies, leaf_copies=self._leaf_copies)
         other.start({0: 0})
         return other
 
@@ -85,11 +95,24 @@ class WeightVersions:
                 leaves[name].copy_(leaves[parameter])
             else:
                 leaves[name] = leaves[parameter].to(dtype)
+                if name in self._leaf_copies:
+                    leaves[name].requires_grad_().register_post_accumulate_grad_hook(_adds_to(leaves[parameter]))
 
     def _new_leaves(self) -> dict[str, torch.Tensor]:
         return {
             name: _with_gradient_of(tensor) if tensor.requires_grad else tensor for name, tensor in self._state.items()
         }
+
+
+def _adds_to(parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """A hook that moves the gradient of a copy to ``parameter``."""
+
+    def move(copy: torch.Tensor) -> None:
+        assert copy.grad is not None
+        add_gradient(copy.grad, parameter)
+        copy.grad = None
+
+    return move
 
 
 def _move(parameters: Iterable[torch.Tensor]) -> None:

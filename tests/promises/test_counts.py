@@ -17,10 +17,8 @@ from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import samples_at_once
 from tests.distributed.parity import ADAMW, make_plan
-from tests.models import TRAINED, captured
+from tests.models import TRAINED, captured, precision_of
 from tests.promises.counts import check, counted
-
-MODEL = "gpt2"
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +44,19 @@ def test_modules_of_quick_commands():
     check("modules imported", found)
 
 
-def count_training(world: World, plan: Any) -> dict[str, int]:
+def count_training(world: World, model: str, plan: Any) -> dict[str, int]:
     """Counts of one iteration of a rank, after one that warms it up."""
-    settings = TrainingSettings(iterations=3, optimizer=ADAMW, device="cpu", threads_per_rank=1, timeout_s=60)
+    settings = TrainingSettings(
+        iterations=3,
+        optimizer=ADAMW,
+        device="cpu",
+        threads_per_rank=1,
+        timeout_s=60,
+        precision=precision_of(model),
+    )
     join(world, device=torch.device("cpu"), timeout_s=60)
     try:
-        rank = build_rank(captured(MODEL, samples_at_once(plan)), plan, settings, TRAINED[MODEL][1], world)
+        rank = build_rank(captured(model, samples_at_once(plan)), plan, settings, TRAINED[model][1], world)
         list(rank.executor.run(rank.programs[0], 0))
         found: Counter[str] = Counter()
 
@@ -86,8 +91,8 @@ def count_training(world: World, plan: Any) -> dict[str, int]:
         leave()
 
 
-@pytest.mark.parametrize(("dp", "pp"), [(1, 2), (2, 1)])
-def test_counts_of_a_training(dp: int, pp: int, processes: Any):
-    plan = make_plan(MODEL, dp=dp, pp=pp, schedule="1f1b")
-    first, *_ = processes.run(plan.ranks, count_training, plan)
-    check(f"iteration of {MODEL}, dp {dp}, pp {pp}, rank 0", first)
+@pytest.mark.parametrize(("model", "dp", "pp"), [("gpt2", 1, 2), ("gpt2", 2, 1), ("llama@bfloat16", 1, 1)])
+def test_counts_of_a_training(model: str, dp: int, pp: int, processes: Any):
+    plan = make_plan(model, dp=dp, pp=pp, schedule="1f1b")
+    first, *_ = processes.run(plan.ranks, count_training, model, plan)
+    check(f"iteration of {model}, dp {dp}, pp {pp}, rank 0", first)
