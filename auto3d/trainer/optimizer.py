@@ -194,9 +194,13 @@ def _arguments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> di
     before, after = attributes_of(optimizer), attributes_of(again)
     unsaid += [name for name in {**before, **after} if name not in _OF_SCHEDULE and before.get(name) != after.get(name)]
     if unsaid:
+        rest = [f"**{each.name}" for each in _arguments_of(kind).values() if each.kind is each.VAR_KEYWORD]
+        advice = "keep its arguments in its groups by their names"
+        if rest:
+            advice = f"give its constructor named arguments in place of {rest[0]}, which does not say what it takes"
         raise InputError(
             f"Trainer: its optimizer has another {unsaid[0]} than a {kind.__name__} that is made with what its groups "
-            "say, so the ranks cannot make it again; keep its arguments in its groups by their names"
+            f"say, so the ranks cannot make it again; {advice}"
         )
     defaults = {name: parameter.default for name, parameter in _arguments_of(kind).items()}
     return {

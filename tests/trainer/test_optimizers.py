@@ -251,6 +251,13 @@ class Doubling(torch.optim.SGD):
         self.factor = factor
 
 
+class OpenEnded(torch.optim.SGD):
+    """Does not say which arguments it takes."""
+
+    def __init__(self, params, **others):
+        super().__init__(params, **others)
+
+
 class Counter(LambdaLR):
     """Keeps what no file of numbers holds."""
 
@@ -310,6 +317,11 @@ REFUSED = {
     "with an argument of its own": (
         lambda model: (Doubling(model.parameters(), factor=3.0), None),
         "Trainer: its optimizer has another factor than a Doubling that is made with what its groups say",
+    ),
+    "with arguments without names": (
+        lambda model: (OpenEnded(model.parameters(), lr=0.1, momentum=0.5), None),
+        "Trainer: its optimizer has another momentum than a OpenEnded that is made with what its groups say, so the "
+        "ranks cannot make it again; give its constructor named arguments in place of **others",
     ),
     "whose groups are not alone": (
         of_the_first,
