@@ -33,16 +33,16 @@ def copies_of(captured: CapturedModel, nodes: Collection[str]) -> dict[str, tupl
 def used_once(captured: CapturedModel, nodes: Collection[str]) -> set[str]:
     """Those of ``copies_of`` whose parameter is trained and has no other use in operations ``nodes``."""
     exported = captured.exported
-    uses: Counter[str] = Counter()
-    copies: dict[str, str] = {}  # name of a copy -> its parameter
-    for node in exported.program.find_nodes(op="placeholder"):
-        if node.name in exported.parameters:
-            parameter = exported.parameters[node.name]
-            uses[parameter] += sum(user.name in nodes for user in node.users)
-            if node.name in exported.copies:
-                copies[copy_name(parameter, node.meta["val"].dtype)] = parameter
+    uses = Counter(
+        exported.parameters[node.name]
+        for node in exported.program.find_nodes(op="placeholder")
+        if node.name in exported.parameters
+        for user in node.users
+        if user.name in nodes
+    )
+    copies = copies_of(captured, nodes)
     trained = captured.graph.trained
-    return {name for name, parameter in copies.items() if uses[parameter] == 1 and parameter in trained}
+    return {name for name, (parameter, _) in copies.items() if uses[parameter] == 1 and parameter in trained}
 
 
 @torch.no_grad()
