@@ -3,10 +3,8 @@
 It appends a line per case, in JSON, to FILE. The exit code is 1 if a case is wrong or fails.
 """
 
-import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +23,10 @@ from auto3d.plan import SUB_PIPELINED, Plan
 from auto3d.runtime.settings import OptimizerSettings
 from auto3d.runtime.world import World
 from tests.cuda.one_gpu import GPU, begin_on_own_host
+from tests.cuda.records import all_right, timed
 from tests.distributed import grid, tensor_grid
 from tests.distributed.parity import ADAMW, SGD, assert_parity, make_plan, parameters_after, plain_pytorch, run_rank
-from tests.distributed.parity_report import error_of_ranks, failure
+from tests.distributed.parity_report import error_of_ranks
 from tests.processes import ProcessPool
 
 
@@ -109,15 +108,7 @@ def run(pool: ProcessPool, case: Case) -> dict[str, Any]:
 
 
 def record(pool: ProcessPool, case: Case) -> dict[str, Any]:
-    begun = time.monotonic()
-    try:
-        found = run(pool, case)
-    except AssertionError as error:
-        found = {"verdict": "failed", "note": failure(error)}
-    except Exception as error:
-        found = {"verdict": "failed", "note": f"{type(error).__name__}: {error}"}
-    known = {"case": case.name, "model": case.model, "ranks": case.ranks}
-    return known | found | {"seconds": round(time.monotonic() - begun, 2)}
+    return {"case": case.name, "model": case.model, "ranks": case.ranks} | timed(lambda: run(pool, case))
 
 
 @click.command()
@@ -128,16 +119,9 @@ def record(pool: ProcessPool, case: Case) -> dict[str, Any]:
 def main(file: TextIO, seconds: float, of: tuple[int, int], ranks: int) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    begun, all_right = time.monotonic(), True
     with ProcessPool(ranks, start="spawn", begin=begin_on_own_host) as pool:
-        for case in [case for case in cases() if case.ranks <= ranks][of[0] :: of[1]]:
-            if time.monotonic() - begun > seconds:
-                break
-            found = record(pool, case)
-            all_right &= found["verdict"] == "right"
-            print(json.dumps(found), file=file, flush=True)
-            print(case.name, found["verdict"], found.get("note", ""), flush=True)
-    sys.exit(not all_right)
+        chosen = [case for case in cases() if case.ranks <= ranks][of[0] :: of[1]]
+        sys.exit(not all_right((record(pool, case) for case in chosen), file, seconds))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,8 @@
 It appends a line per script and plan, in JSON, to FILE. The exit code is 1 if a script is wrong or fails.
 """
 
-import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +24,7 @@ import transformers
 from auto3d import Trainer, TrainingArguments
 from auto3d.runtime.world import World
 from tests.cuda.one_gpu import begin_on_own_host
-from tests.distributed.parity_report import failure
+from tests.cuda.records import all_right, timed
 from tests.processes import ProcessPool
 from tests.trainer import small, test_optimizers
 from tests.trainer.scripts import begin, free_port
@@ -40,7 +38,7 @@ TOLERANCE, IN_BFLOAT16 = 1e-4, 0.02  # relative differences
 @dataclass(frozen=True)
 class Script:
     name: str
-    make: Callable[..., transformers.Trainer]  # of the two classes, with arguments of a TrainingArguments
+    make: Callable[..., transformers.Trainer]  # takes the two classes, then arguments of a TrainingArguments
 
     @property
     def tolerance(self) -> float:
@@ -96,13 +94,8 @@ def run(pool: ProcessPool, script: Script, degrees: dict[str, int]) -> dict[str,
 
 
 def record(pool: ProcessPool, script: Script, degrees: dict[str, int]) -> dict[str, Any]:
-    begun = time.monotonic()
-    try:
-        found = run(pool, script, degrees)
-    except AssertionError as error:
-        found = {"verdict": "failed", "note": failure(error)}
     known = {"case": script.name, "plan": ", ".join(f"{name} {degree}" for name, degree in degrees.items())}
-    return known | found | {"seconds": round(time.monotonic() - begun, 2)}
+    return known | timed(lambda: run(pool, script, degrees))
 
 
 @click.command()
@@ -113,17 +106,10 @@ def record(pool: ProcessPool, script: Script, degrees: dict[str, int]) -> dict[s
 def main(file: TextIO, seconds: float, of: tuple[int, int], degrees: tuple[tuple[str, int], ...]) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    begun, all_right = time.monotonic(), True
     begin_rank = partial(begin_on_own_host, deterministic=False)  # cross entropy of an image's places has no other way
     with ProcessPool(prod(dict(degrees).values()), start="spawn", begin=begin_rank) as pool:
-        for script in scripts()[of[0] :: of[1]]:
-            if time.monotonic() - begun > seconds:
-                break
-            found = record(pool, script, dict(degrees))
-            all_right &= found["verdict"] == "right"
-            print(json.dumps(found), file=file, flush=True)
-            print(script.name, found["verdict"], found.get("note", found.get("error", "")), flush=True)
-    sys.exit(not all_right)
+        records = (record(pool, script, dict(degrees)) for script in scripts()[of[0] :: of[1]])
+        sys.exit(not all_right(records, file, seconds))
 
 
 if __name__ == "__main__":

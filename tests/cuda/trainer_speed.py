@@ -1,13 +1,14 @@
 """Times a Trainer on GPT-2 on one GPU: python -m tests.cuda.trainer_speed MICRO_BATCH [auto3d]
 
 GPT-2 of 124 million parameters in bfloat16, 32 sequences of 1,024 tokens per step. Without the second argument it is
-transformers' Trainer. Prints a line: seconds of a step (median), GiB of live tensors at the peak, the last loss.
+transformers' Trainer. Prints a line: seconds of a step (median), GiB of live tensors at the peak, the mean loss.
 """
 
 import os
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from statistics import median
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -62,7 +63,7 @@ def main() -> None:
             callbacks=[clock],
         )
         trainer.train()
-    durations = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
+    durations = [after - before for before, after in pairwise(clock.times)]
     peak = torch.cuda.max_memory_allocated() / 2**30
     loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     name = "auto3d" if ours else "transformers"

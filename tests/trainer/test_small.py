@@ -79,13 +79,13 @@ def of_transformers(*arguments, **options):
 
 
 COUNTED = ("a count of all labels", "a sum", "experts")  # losses that are sums over all ranks, in three ways
-MEANS = ("a teacher", "a last batch in part", "a count", "a prefix of keys", "pruned")  # what differs in kind
+KINDS_OF_MODELS = ("a teacher", "a last batch in part", "a count", "a prefix of keys", "pruned")
 
 
 @pytest.mark.parametrize(
     ("degrees", "names"),
     [
-        ({"pp": 2}, MEANS),
+        ({"pp": 2}, KINDS_OF_MODELS),
         ({"dp": 2, "pp": 2}, COUNTED),
         *soak(({"pp": 2}, tuple(small.MODELS)), ({"tp": 2, "pp": 2}, COUNTED)),
     ],
@@ -114,13 +114,19 @@ def own_losses(world, folder, port, *classes, names=tuple(small.OWN_LOSSES), **d
 
 
 SUMS = ("weights of samples", "a function", "smoothed tokens")
-IN_KIND = ("weights of classes", "a teacher of the trainer", "divided by items", "smoothed means", "a mean of experts")
+KINDS_OF_LOSSES = (
+    "weights of classes",
+    "a teacher of the trainer",
+    "divided by items",
+    "smoothed means",
+    "a mean of experts",
+)
 
 
 @pytest.mark.parametrize(
     ("degrees", "names"),
     [
-        ({"pp": 2}, IN_KIND),
+        ({"pp": 2}, KINDS_OF_LOSSES),
         ({"dp": 2}, SUMS),
         *soak(({"pp": 2}, tuple(small.OWN_LOSSES))),
         *soak(({"tp": 2}, SUMS)),
