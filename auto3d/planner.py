@@ -19,10 +19,11 @@ from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding, shard
 from auto3d.plan import Plan
 from auto3d.search.algorithms import run_algorithm
+from auto3d.search.axes import Candidate
 from auto3d.search.make import PlanMaker
 from auto3d.search.planned_model import PlannedGraphs
 from auto3d.search.search import Budget, Ranked, Search
-from auto3d.search.space import Candidate, Domain, SearchSpace, Workload
+from auto3d.search.space import Domain, SearchSpace, Workload
 from auto3d.sequence.slice_graphs import slice_graphs
 from auto3d.sequence.sliced import sliced
 from auto3d.tensor.local_graph import LocalGraph, local_graph

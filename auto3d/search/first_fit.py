@@ -5,11 +5,11 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 
+from auto3d.search.axes import AXES, CHOICES, Candidate
 from auto3d.search.search import Search
-from auto3d.search.space import Candidate
 from auto3d.search.synthesized import is_sought
 
-_OF_MEMORY = ("recompute", "shard_optimizer", "sequence_parallel")  # choices that the estimate of memory depends on
+_OF_MEMORY = tuple(name for name in CHOICES if AXES[name].bounds_memory)
 
 
 def find_first_fit(search: Search) -> Candidate | None:

@@ -8,9 +8,10 @@ from auto3d.plan import EngineRefusalError, Plan, PlanError
 from auto3d.schedule import build_schedule, parse_schedule
 from auto3d.schedule.in_flight import peak_activations
 from auto3d.schedule.operation import Schedule
+from auto3d.search.axes import Candidate
 from auto3d.search.make import PlanMaker
 from auto3d.search.recompute import schedule_options
-from auto3d.search.space import Candidate, Domain
+from auto3d.search.space import Domain
 
 
 @dataclass(frozen=True, kw_only=True)

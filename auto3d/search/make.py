@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 from auto3d.cost.memory.device import in_gib
 from auto3d.cost.memory.plan import PlanMemory
@@ -18,12 +19,13 @@ from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan, PlanError, StagePlan, s
 from auto3d.schedule import SCHEDULES, build_schedule, check_slices, parse_schedule, samples_per_replica
 from auto3d.schedule.moments import stages_of
 from auto3d.schedule.shape import Shape, shape, shape_of
+from auto3d.search.axes import EQUAL, OF_PLANS, UNEVEN, Candidate
 from auto3d.search.kept_fractions import KeptFractions, Limits, largest_fraction
 from auto3d.search.placement import MEGATRON, place, place_replicas
 from auto3d.search.planned_model import PlannedModel
 from auto3d.search.problem import CandidateProblem, Keep
 from auto3d.search.recompute import AUTO, FULL, NONE, schedule_options
-from auto3d.search.space import EQUAL, ORDER_SECONDS, UNEVEN, Candidate, Refusals, Workload, check_fits
+from auto3d.search.space import ORDER_SECONDS, Refusals, Workload, check_fits
 from auto3d.search.synthesized import (
     best_order,
     check_sought,
@@ -191,16 +193,13 @@ class PlanMaker:
             options = schedule_options(name, given, candidate.recompute, candidate.sync, **sizes)
         form = shape(name, **sizes, options=options)
         samples = samples_per_replica(form.name, form.sample_parts, candidate.micro_batch_size)
-        sequence_parallel, overlap = _tensor_choices(candidate, samples)
+        choices = {axis: getattr(candidate, axis) for axis in OF_PLANS} | {"schedule": name}
+        choices |= _tensor_choices(candidate, samples)
         self._check_slices(candidate, form, samples)
         plan = Plan(
+            **choices,
             graph=self._fingerprint(samples),
-            dp=candidate.dp,
-            tp=candidate.tp,
-            pp=candidate.pp,
             global_batch=self.workload.global_batch,
-            micro_batch_size=candidate.micro_batch_size,
-            schedule=name,
             schedule_options=options,
             stages=self._draft(form, samples),
             placement=place(
@@ -211,11 +210,7 @@ class PlanMaker:
                 pp=candidate.pp,
             ),
             seed=self.workload.seed,
-            split=self._split(samples, Share(tp=candidate.tp, sequence_parallel=sequence_parallel)),
-            sequence_parallel=sequence_parallel,
-            tensor_overlap=overlap,
-            shard_optimizer=candidate.shard_optimizer,
-            engine=candidate.engine,
+            split=self._split(samples, Share(tp=candidate.tp, sequence_parallel=choices["sequence_parallel"])),
         )
         if candidate.replicas == UNEVEN:
             plan = self._unevenly(candidate, plan, form, samples)
@@ -373,16 +368,16 @@ class PlanMaker:
         )
 
 
-def _tensor_choices(candidate: Candidate, samples: int) -> tuple[bool, str]:
-    """``Plan.sequence_parallel`` and ``Plan.tensor_overlap``; without tensor parallelism neither has a meaning."""
+def _tensor_choices(candidate: Candidate, samples: int) -> dict[str, Any]:
+    """What differs in ``candidate`` from the choices of its Plan: without tensor parallelism, two have no meaning."""
     if candidate.tp == 1:
-        return False, NO_OVERLAP
+        return {"sequence_parallel": False, "tensor_overlap": NO_OVERLAP}
     if candidate.tensor_overlap == SUB_PIPELINED and samples % 2:
         raise PlanError(
             f"tensor_overlap: sub-pipelined halves each pass of a stage, which here has {samples} "
             f"sample{'s' * (samples > 1)}; use an even number, or none"
         )
-    return candidate.sequence_parallel, candidate.tensor_overlap
+    return {}
 
 
 def _may_fit_memory(candidate: Candidate) -> bool:

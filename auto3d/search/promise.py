@@ -15,13 +15,14 @@ from auto3d.errors import InputError
 from auto3d.plan import SUB_PIPELINED
 from auto3d.schedule import SCHEDULES, parse_schedule
 from auto3d.schedule.shape import shape
+from auto3d.search.axes import AXES, CHOICES, EQUAL, Candidate
 from auto3d.search.make import PlanMaker
 from auto3d.search.placement import place
 from auto3d.search.recompute import FULL, NONE, schedule_options
-from auto3d.search.space import EQUAL, Candidate, Domain
+from auto3d.search.space import Domain
 
 _ROUNDING = 1 - 1e-9  # a plan adds the same times in a different order
-_OF_TIME = ("schedule", "recompute", "sequence_parallel", "tensor_overlap")  # choices beside the placement's links
+_OF_TIME = tuple(name for name in CHOICES if AXES[name].bounds_time)
 _AT_LEAST_THE_MEAN = ("simulated", "amp")  # methods that take no less than the mean work of a device
 
 

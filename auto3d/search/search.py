@@ -13,11 +13,12 @@ from auto3d.cost.model import CostModel
 from auto3d.errors import InputError, ProblemKind
 from auto3d.plan import Plan, PlanError
 from auto3d.schedule.shape import listed, shape_of
+from auto3d.search.axes import EQUAL, OF_PLANS, Candidate, degrees_of
 from auto3d.search.bound import least_of_any_order_s, least_s
 from auto3d.search.make import PlanMaker
 from auto3d.search.placement import MEGATRON, nodes_of, place
 from auto3d.search.promise import Promises
-from auto3d.search.space import EQUAL, Candidate, Domain, Refusals, degrees_of
+from auto3d.search.space import Domain, Refusals
 from auto3d.search.synthesized import is_sought
 
 _INTERRUPTED = "interruption"
@@ -251,9 +252,8 @@ class Search:
         listing, skipped = shape_of(plan).first_periods()  # later periods repeat these
         first = listed(listing)
         operations = tuple(first.operations), first.recompute, first.parts, first.iterations, skipped
-        degrees = plan.dp, plan.tp, plan.pp, plan.micro_batch_size
-        choices = plan.stages, plan.sequence_parallel, plan.tensor_overlap, plan.shard_optimizer, plan.engine
-        return *degrees, *choices, operations, self.maker.model.pipelines(plan)
+        choices = tuple(getattr(plan, name) for name in OF_PLANS if name != "schedule")  # its operations say more
+        return *choices, plan.stages, operations, self.maker.model.pipelines(plan)
 
     def ranked(self) -> list[Ranked]:
         """The estimated plans, fastest first; of several candidates that are the same plan, the first."""

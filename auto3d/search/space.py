@@ -1,52 +1,37 @@
 """The search space: its axes, and the candidates that they span."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, make_dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import gcd, prod
+from math import prod
 from re import sub
-from typing import Literal
+from typing import Any
 
 from auto3d.cluster import Cluster
 from auto3d.errors import InputError, ProblemKind
-from auto3d.partition.methods import SEARCHED_METHODS
-from auto3d.plan import AUTO3D, ENGINES, NO_OVERLAP, TENSOR_OVERLAPS, PlanError, check_degrees
-from auto3d.schedule import SCHEDULES
-from auto3d.schedule.options import SYNC
-from auto3d.search.placement import MEGATRON, PLACEMENTS
-from auto3d.search.recompute import AUTO, FULL, NONE
+from auto3d.plan import PlanError, check_degrees
+from auto3d.search.axes import AXES, CHOICES, DEGREES, EQUAL, UNEVEN, Candidate, Tried
+from auto3d.search.recompute import AUTO
 
-Axis = Sequence | Literal["auto"]
 ORDER_SECONDS = 5.0  # default time of the search for the order of one plan, if its first result fits the memory
-EQUAL, UNEVEN = REPLICAS = ("equal", "uneven")
+
+_Axes: Any = make_dataclass(
+    "_Axes", [(name, Tried, field(default=axis.tried)) for name, axis in AXES.items()], frozen=True, kw_only=True
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchSpace:
-    """The axes to combine. Each is a list of values, or "auto" for all values that make sense on the cluster.
+class SearchSpace(_Axes):
+    """The axes to combine, by the names in AXES. Each is a list of values, or "auto" for all that make sense there.
 
     "auto" leaves out asynchronous schedules, since they change what a model learns, and the synthesized one, which is
     found by a search of its own; a user has to name them. It has the tensor-parallel degrees whose groups fit into one
     node and, if there is only one node, one placement.
     """
 
-    dp: Axis = AUTO
-    tp: Axis = AUTO
-    pp: Axis = AUTO
-    micro_batch_size: Axis = AUTO
-    schedule: Axis = AUTO  # names, optionally with options, as in interleaved-1f1b:chunks=4
-    recompute: Axis = (NONE,)  # none, full, auto, or fractions from 0 to 1
-    partition: Axis = ("uniform",)
-    placement: Axis = AUTO
-    replicas: Axis = (EQUAL,)
-    sync: Axis = (SYNC[0],)  # positions of gradient syncs, which decide how much of them compute hides
-    shard_optimizer: Axis = (False,)  # ZeRO-1
-    sequence_parallel: Axis = (False,)  # norms and dropout on a sequence that the tensor-parallel ranks split
-    tensor_overlap: Axis = (NO_OVERLAP,)  # keys of TENSOR_OVERLAPS
-    micro_batches: Axis = AUTO  # micro-batches of a pipeline in an iteration; [1] is no gradient accumulation
-    engine: Axis = (AUTO3D,)  # keys of ENGINES
+    micro_batches: Tried = AUTO  # micro-batches of a pipeline in an iteration; [1] is no gradient accumulation
     allow_idle_devices: bool = False  # a plan may use fewer devices than the cluster has
 
 
@@ -57,67 +42,6 @@ class Workload:
     global_batch: int
     seed: int
     clip_norm: float = 0.0  # limit of the gradient norm; 0: no clipping. Not every schedule can clip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One value of each axis. A Plan is made from it."""
-
-    dp: int
-    tp: int
-    pp: int
-    micro_batch_size: int
-    schedule: str = "1f1b"
-    recompute: str | float = NONE
-    partition: str = "uniform"
-    placement: str = MEGATRON
-    replicas: str = EQUAL
-    """Replicas of stages. equal: one each, so the plan uses dp × tp × pp devices; uneven: a pipeline has more devices
-    than stages."""
-    sync: str = SYNC[0]
-    shard_optimizer: bool = False
-    sequence_parallel: bool = False
-    tensor_overlap: str = NO_OVERLAP
-    engine: str = AUTO3D
-    cuts: tuple[int, ...] | None = None
-    """Bounds of the stages, as indices into the model's cuts; they override ``partition``."""
-
-    def __str__(self) -> str:
-        return (
-            f"dp={self.dp} tp={self.tp} pp={self.pp} micro-batch={self.micro_batch_size} {self.schedule} "
-            f"recompute={self.recompute} {self.partition} {self.placement} {self.more}"
-        ).rstrip()
-
-    @property
-    def more(self) -> str:
-        """The unusual choices, in words."""
-        unusual = {
-            "uneven replicas": self.replicas == UNEVEN,
-            f"sync={self.sync}": self.sync != SYNC[0],
-            "ZeRO-1": self.shard_optimizer,
-            "sequence-parallel": self.sequence_parallel,
-            self.tensor_overlap: self.tensor_overlap != NO_OVERLAP,
-            self.engine: self.engine != AUTO3D,
-        }
-        return ", ".join(words for words, holds in unusual.items() if holds)
-
-
-DEGREES = ("dp", "tp", "pp", "micro_batch_size", "replicas", "engine")
-CHOICES = (  # the other axes
-    "schedule",
-    "recompute",
-    "partition",
-    "placement",
-    "sync",
-    "shard_optimizer",
-    "sequence_parallel",
-    "tensor_overlap",
-)
-
-
-def degrees_of(candidate: Candidate) -> tuple:
-    """The values of DEGREES."""
-    return tuple(getattr(candidate, name) for name in DEGREES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,32 +104,12 @@ class Domain:
     def __init__(self, space: SearchSpace, cluster: Cluster, workload: Workload) -> None:
         self.cluster, self.workload = cluster, workload
         self._allow_idle, self._micro_batches = space.allow_idle_devices, space.micro_batches
-        divisors = [number for number in range(1, cluster.devices + 1) if cluster.devices % number == 0]
-        in_a_node = gcd(*(node.devices for node in cluster.nodes))
-        sizes = [2**power for power in range(workload.global_batch.bit_length()) if 2**power <= workload.global_batch]
-        every = {
-            "dp": divisors,
-            "tp": [number for number in divisors if in_a_node % number == 0],
-            "pp": divisors,
-            "micro_batch_size": sizes,
-            "schedule": [name for name, family in SCHEDULES.items() if family.automatic],
-            "recompute": [NONE, FULL] if cluster.memory_bytes is None else [AUTO],
-            "partition": list(SEARCHED_METHODS),
-            "placement": list(PLACEMENTS) if len(cluster.nodes) > 1 else [MEGATRON],
-            "replicas": [EQUAL, UNEVEN],
-            "sync": list(SYNC),
-            "shard_optimizer": [False, True],
-            "sequence_parallel": [False, True],
-            "tensor_overlap": list(TENSOR_OVERLAPS),
-            "engine": list(ENGINES),
-        }
-        self._values = {
-            name: auto if getattr(space, name) == AUTO else list(dict.fromkeys(getattr(space, name)))
-            for name, auto in every.items()
-        }
+        self._values: dict[str, list] = {}
+        for name, axis in AXES.items():
+            tried = getattr(space, name)
+            every = axis.every(cluster, workload.global_batch) if tried == AUTO else tried
+            self._values[name] = list(dict.fromkeys(every))
         self.choices = {name: self._values[name] for name in CHOICES}
-        schedules = self.choices["schedule"]
-        self._schedule_of_one = "1f1b" if "1f1b" in schedules else schedules[0]
 
     @cached_property
     def degrees(self) -> list[Candidate]:
@@ -241,16 +145,10 @@ class Domain:
 
     def choices_of(self, candidate: Candidate) -> dict[str, list]:
         """The choices for the degrees of ``candidate``; an axis that makes no difference to them has one choice."""
-        single: dict[str, list] = {}
-        if candidate.pp == 1:
-            single |= {"schedule": [self._schedule_of_one], "sync": self.choices["sync"][:1]}
-        if candidate.tp == 1:
-            single |= {"sequence_parallel": [False], "tensor_overlap": [NO_OVERLAP]}
-        if candidate.replicas == UNEVEN:  # uneven replicas have their own order of ranks
-            single["placement"] = self.choices["placement"][:1]
-        elif candidate.dp == 1:
-            single["shard_optimizer"] = self.choices["shard_optimizer"][:1]
-        return {**self.choices, **single}
+        return {
+            name: tried if AXES[name].matters(candidate) else [AXES[name].alike(tried)]
+            for name, tried in self.choices.items()
+        }
 
     def variants(self, candidate: Candidate) -> Iterator[Candidate]:
         """All candidates with the degrees of ``candidate``."""

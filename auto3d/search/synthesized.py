@@ -14,9 +14,9 @@ from auto3d.schedule.options import SYNC
 from auto3d.schedule.order_file import read_order_file
 from auto3d.schedule.order_text import NAME
 from auto3d.schedule.shape import shape_of
+from auto3d.search.axes import Candidate
 from auto3d.search.order_problem import problem_of, with_order
 from auto3d.search.recompute import AUTO, FULL, NONE
-from auto3d.search.space import Candidate
 from auto3d.synthesis.problem import Problem
 
 _STRUCTURES = 3  # sets of stages on devices, of each kind, that the time is divided among

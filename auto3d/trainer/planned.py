@@ -15,7 +15,8 @@ from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.planner import Planner
 from auto3d.schedule import samples_at_once
-from auto3d.search.space import Candidate, SearchSpace
+from auto3d.search.axes import Candidate, plan_name
+from auto3d.search.space import SearchSpace
 from auto3d.search.synthesized import is_sought
 from auto3d.tensor.planned_split import planned_split
 from auto3d.trainer.arguments import TrainingArguments
@@ -132,8 +133,7 @@ def _fastest(planner: Planner, setup: Setup, args: TrainingArguments) -> Plan:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / PLAN_FILE).write_text(plan.to_json())
         print(
-            f"auto3d: dp={plan.dp} tp={plan.tp} pp={plan.pp} micro_batch_size={plan.micro_batch_size} "
-            f"schedule={plan.schedule}: {planner.predict(plan).seconds:.4g} s predicted for a step; saved as "
+            f"auto3d: {plan_name(plan)}: {planner.predict(plan).seconds:.4g} s predicted for a step; saved as "
             f"{folder / PLAN_FILE}",
             flush=True,
         )

@@ -20,7 +20,8 @@ from auto3d.runtime.joined import joined_world
 from auto3d.runtime.waiting import PeerLostError
 from auto3d.runtime.world import World, leave_or_end
 from auto3d.schedule import SCHEDULES, parse_schedule
-from auto3d.search.space import Candidate, SearchSpace
+from auto3d.search.axes import Candidate
+from auto3d.search.space import SearchSpace
 from auto3d.trainer.together import ENDED, TOGETHER
 
 AUTO = "auto"

@@ -6,8 +6,9 @@ from typing import Any
 from tabulate import tabulate
 
 from auto3d.cost.memory.device import in_gib
+from auto3d.search.axes import AXES, plan_name
 from auto3d.search.search import Ranked, Search
-from auto3d.search.space import Candidate, Refusals
+from auto3d.search.space import Refusals
 from launch.console.output import print_json
 from launch.model.assumed import SIGN, SIGN_MEANS, assumed_lines, places_assumed
 from launch.model.certainty import Certainty, certainty_lines, certainty_of
@@ -18,17 +19,11 @@ from launch.recipe.load import LoadedRecipe
 from launch.recipe.words import counted
 
 INTERVAL = "80 %\n(s)"
+NAMED = [name for name, axis in AXES.items() if axis.label is not None]  # axes with a column; "more" has the others
 HEADINGS = (
     "predicted\n(s)",
     INTERVAL,
-    "dp",
-    "tp",
-    "pp",
-    "micro-\nbatch",
-    "schedule",
-    "recompute",
-    "partition",
-    "placement",
+    *(AXES[name].heading for name in NAMED),
     "more",
 )
 PARTS = {
@@ -80,9 +75,8 @@ def cells(one: Ranked, certainty: Certainty | None = None, mark: str = "") -> tu
     """
     candidate = one.candidate
     interval = () if certainty is None else ("–".join(f"{end:.3g}" for end in certainty.interval(one.seconds)),)
-    degrees = candidate.dp, candidate.tp, candidate.pp, candidate.micro_batch_size
-    choices = candidate.schedule, candidate.recompute, candidate.partition, candidate.placement, candidate.more
-    return f"{one.seconds:.4g} {mark}".rstrip(), *interval, *degrees, *choices
+    choices = (getattr(candidate, name) for name in NAMED)
+    return f"{one.seconds:.4g} {mark}".rstrip(), *interval, *choices, candidate.more
 
 
 def _summary(recipe: LoadedRecipe, search: Search) -> str:
@@ -109,12 +103,8 @@ def _explanation(search: Search, ranked: Sequence[Ranked]) -> str:
     for place, one in enumerate(ranked[:EXPLAINED], 1):
         estimate = search.maker.model.estimate(one.plan)
         parts = [f"{getattr(estimate, name):.3g}" for name in PARTS.values()]
-        rows.append((place, f"{estimate.seconds:.4g}", *parts, _degrees(one.candidate)))
+        rows.append((place, f"{estimate.seconds:.4g}", *parts, plan_name(one.plan)))
     return tabulate(rows, ["", "all", *PARTS, "plan"], disable_numparse=True)
-
-
-def _degrees(candidate: Candidate) -> str:
-    return f"dp={candidate.dp} tp={candidate.tp} pp={candidate.pp} micro-batch={candidate.micro_batch_size}"
 
 
 def _memory(search: Search, best: Ranked) -> str:

@@ -2,33 +2,28 @@
 
 import csv
 import io
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from auto3d.cost.throughput import IterationFlops, Throughput, throughput
 from auto3d.errors import InputError
-from auto3d.plan import AUTO3D, NO_OVERLAP, Plan
+from auto3d.plan import Plan
 from auto3d.runtime.measurement import BYTES, CommunicationCalls, Measurement, Status
-from auto3d.schedule import write_schedule
 from auto3d.schedule.shape import shape_of
+from auto3d.search.axes import AXES, OF_PLANS, TYPES, schedule_of_axis
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import known_peak_flops
 
-CHOICES = {
-    "engine": "engine",
-    "dp": "dp",
-    "tp": "tp",
-    "pp": "pp",
-    "micro_batch_size": "micro-\nbatch",
-    "schedule": "schedule",
-    "recompute": "recomputed",
-    "replicas": "replicas\nof stages",
-    "shard_optimizer": "ZeRO-1",
-    "sequence_parallel": "sequence-\nparallel",
-    "tensor_overlap": "tensor\noverlap",
+_READ: dict[str, Callable[[Plan], str]] = {
+    "schedule": schedule_of_axis,
+    "recompute": lambda plan: recomputed(plan),
+    "replicas": lambda plan: "+".join(str(stage.replicas) for stage in plan.stages),
 }
-METHODS = {"partition": "partition", "placement": "placement"}
+"""How a Plan shows the value of an axis, where that is no field of it."""
+_HEADINGS = {name: axis.heading for name, axis in AXES.items() if axis.heading} | {"recompute": "recomputed"}
+CHOICES = {"engine": "engine"} | {name: _HEADINGS[name] for name in _HEADINGS if name in OF_PLANS or name in _READ}
+METHODS = {name: heading for name, heading in _HEADINGS.items() if name not in CHOICES}
 RATES = {
     "samples_per_s": "samples\nper s",
     "tokens_per_s": "tokens\nper s",
@@ -74,17 +69,7 @@ def record(
     ok = measurement.status is Status.OK
     seconds = measurement.median_s if ok else None
     return {
-        "engine": plan.engine,
-        "dp": plan.dp,
-        "tp": plan.tp,
-        "pp": plan.pp,
-        "micro_batch_size": plan.micro_batch_size,
-        "schedule": write_schedule(plan.schedule, {k: v for k, v in plan.schedule_options.items() if k != "recompute"}),
-        "recompute": recomputed(plan),
-        "replicas": "+".join(str(stage.replicas) for stage in plan.stages),
-        "shard_optimizer": plan.shard_optimizer,
-        "sequence_parallel": plan.sequence_parallel,
-        "tensor_overlap": plan.tensor_overlap,
+        **{name: _READ[name](plan) if name in _READ else getattr(plan, name) for name in CHOICES},
         **{name: (candidate or {}).get(name) for name in METHODS},
         "iteration_s": seconds,
         "spread_s": measurement.spread_s if ok else None,
@@ -224,13 +209,12 @@ def columns_of(records: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Name -> heading of the columns in which trials of this table can differ, and that are not empty."""
     columns = dict(HEADINGS)
     empty = {
-        "engine": all(one["engine"] == AUTO3D for one in records),
+        name: all(one[name] == AXES[name].default for one in records) for name in CHOICES if AXES[name].label is None
+    }
+    empty |= {
         "why_not": not any(one["why_not"] for one in records),
         "recompute": all(one["recompute"] == "none" for one in records),  # true in most sweeps
         "replicas": all(set(one["replicas"]) <= {"1", "+"} for one in records),
-        "shard_optimizer": not any(one["shard_optimizer"] for one in records),
-        "sequence_parallel": not any(one["sequence_parallel"] for one in records),
-        "tensor_overlap": all(one["tensor_overlap"] == NO_OVERLAP for one in records),
         **{name: len({one[name] for one in records}) < 2 for name in METHODS},
         **{name: name not in rate_columns(records) for name in RATES},
     }
@@ -285,5 +269,6 @@ def csv_text(records: Sequence[Mapping[str, Any]], columns: Collection[str]) -> 
 
 def aligned(columns: Collection[str]) -> list[str]:
     """The alignment of each column: text to the left, numbers to the right."""
-    left = ("engine", "schedule", "tensor_overlap", "why_not_logged", "status", "why_not", "devices")
+    texts = [name for name in OF_PLANS if TYPES[name] is str]
+    left = (*texts, "why_not_logged", "status", "why_not", "devices")
     return ["left" if name in left else "right" for name in columns]

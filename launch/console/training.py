@@ -11,14 +11,10 @@ def print_training(record: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(record)
         return
-    plan = record["plan"]
     if not record["iteration_s"]:
         print("the training was complete before its job started")
         return
-    under = (
-        f"{counted(len(record['iteration_s']), 'iteration')} under dp={plan['dp']} tp={plan['tp']} pp={plan['pp']} "
-        f"micro-batch={plan['micro_batch_size']} {plan['schedule']}"
-    )
+    under = f"{counted(len(record['iteration_s']), 'iteration')} under {record['plan_name']}"
     if record["emulated"]:
         print(f"{under}: {record['samples_per_s']:.1f} samples/s (emulated, not measured: nothing was computed)")
         return

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 from auto3d.capture.graph import Graph
 from auto3d.partition.merak import shard
@@ -53,7 +54,8 @@ def try_fractions(recipe: LoadedRecipe, report: Callable[[TriedFraction], None])
         return captured_at(micro_batch_size).graph
 
     model = PlanningModel(recipe, captured_at=captured_at)
-    base = candidates.of_plan(recipe, replace(wanted, recompute=FULL), graph_at, model)
+    everything: dict[str, Any] = {"recompute": FULL}
+    base = candidates.of_plan(recipe, replace(wanted, **everything), graph_at, model)
     graph = graph_at(samples_at_once(base))
     bounds = shard(graph).bounds
     variants = KeptFractions(base, lambda stage: subgraph_starts(graph, stage, bounds))

@@ -11,7 +11,8 @@ from typing import Any
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.schedule import samples_at_once
-from auto3d.search.space import Candidate, Domain
+from auto3d.search.axes import Candidate
+from auto3d.search.space import Domain
 from launch.executors.submit import ask, starts_of, submissions
 from launch.executors.trial_executor import TrialExecutor, executor_of
 from launch.model.candidates import task

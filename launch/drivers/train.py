@@ -19,6 +19,7 @@ from auto3d.runtime.out_of_memory import OutOfMemoryError
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.waiting import PeerLostError, naming_lost_peers
 from auto3d.runtime.world import World, leave_or_end
+from auto3d.search.axes import plan_name
 from launch.console.progress import at_work
 from launch.console.training_progress import watching
 from launch.drivers.planned_training import PlannedTraining, plan_training
@@ -258,5 +259,6 @@ def _record(result: TrainingResult | Measurement, plan: Plan, values: Recipe) ->
         **{name: getattr(result, name) for name in ("loss", "grad_norm", "iteration_s", *BYTES)},
         "first_iteration": result.first_iteration,
         "samples_per_s": plan.global_batch / median(measured) if measured else None,
+        "plan_name": plan_name(plan),
         "plan": asdict(plan),
     }

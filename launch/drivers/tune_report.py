@@ -10,7 +10,6 @@ from tabulate import tabulate
 from auto3d.runtime.measurement import Status
 from auto3d.search.certainty import CERTAIN, compare_plans
 from auto3d.search.search import Search
-from auto3d.search.space import Candidate
 from launch.console.ranking import HEADINGS, cells
 from launch.console.records import RATES, csv_text, rate_columns, rates, rates_of, what_rates_are
 from launch.console.records import cells as record_cells
@@ -98,7 +97,7 @@ def summary(recipe: LoadedRecipe, search: Search, tried: Sequence[TriedPlan]) ->
 def _certified(search: Search, good: Sequence[TriedPlan]) -> str:
     """A line with the certificate of the fastest plan that has a synthesized order; empty if none has."""
     order = fastest_order(one.ranked for one in _fastest_first(good))
-    return "" if order is None else f"\norder of {_words(order.candidate)}: {describe_certificate(search, order)}"
+    return "" if order is None else f"\norder of {order.candidate}: {describe_certificate(search, order)}"
 
 
 def order(recipe: LoadedRecipe, good: Sequence[TriedPlan]) -> str:
@@ -111,16 +110,11 @@ def order(recipe: LoadedRecipe, good: Sequence[TriedPlan]) -> str:
     if all(len(one.times) == 1 for one in good):
         return f"each plan was tried once, so it is not known how certain their order is; {more}"
     rival = good[max(range(len(good)), key=lambda place: (verdict.doubts[place], -good[place].seconds))]
-    against = f"{_words(rival.ranked.candidate)}: {rival.seconds:.4g} s, {rival.seconds / best.seconds - 1:+.1%}"
+    against = f"{rival.ranked.candidate}: {rival.seconds:.4g} s, {rival.seconds / best.seconds - 1:+.1%}"
     if verdict.certainty >= CERTAIN:
         return f"the fastest is certain to {verdict.certainty:.1%}; the next: {against}"
     doubt = max(verdict.doubts)
     return f"the fastest is not certain: with probability {doubt:.0%} another is faster ({against}); {more}"
-
-
-def _words(candidate: Candidate) -> str:
-    degrees = f"dp={candidate.dp} tp={candidate.tp} pp={candidate.pp} micro-batch={candidate.micro_batch_size}"
-    return f"{degrees} {candidate.schedule}"
 
 
 def write(recipe: LoadedRecipe, tried: Sequence[TriedPlan], summary: str) -> list[Path]:

@@ -16,9 +16,10 @@ from auto3d.runtime.parameter_groups import update_rules
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of, write_schedule
 from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.schedule.order_text import ORDER
+from auto3d.search.axes import AXES, Candidate
 from auto3d.search.make import PlanMaker
 from auto3d.search.search import Ranked
-from auto3d.search.space import Candidate, Domain, Workload
+from auto3d.search.space import Domain, Workload
 from launch.model.costs import INTERPOLATED, captured_subject, cost_model, runtime_memory
 from launch.model.graphs import PlanningModel
 from launch.peers.limits import check_engine
@@ -53,17 +54,8 @@ def candidate_of(wanted: PlanRecipe) -> Candidate:
     """The candidate of a recipe's plan; raises InputError if it holds the order of a schedule itself."""
     if ORDER in wanted.schedule_options:
         raise InputError(f"schedule_options.{ORDER}: a recipe names the file of an order: use {{file: FILE}}")
-    return Candidate(
-        dp=wanted.dp,
-        tp=wanted.tp,
-        pp=wanted.pp,
-        micro_batch_size=wanted.micro_batch_size,
-        schedule=write_schedule(wanted.schedule, wanted.schedule_options),
-        recompute=wanted.recompute,
-        shard_optimizer=wanted.shard_optimizer,
-        sequence_parallel=wanted.sequence_parallel,
-        tensor_overlap=wanted.tensor_overlap,
-    )
+    choices = {name: getattr(wanted, name) for name, axis in AXES.items() if axis.meaning}
+    return Candidate(**choices | {"schedule": write_schedule(wanted.schedule, wanted.schedule_options)})
 
 
 def exact_plans(recipe: LoadedRecipe, maker: PlanMaker | None = None) -> Callable[[Ranked], Plan]:

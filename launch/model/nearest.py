@@ -6,10 +6,11 @@ from math import inf
 
 from auto3d.cost.memory.device import in_gib
 from auto3d.errors import InputError
+from auto3d.search.axes import Candidate
 from auto3d.search.make import PlanMaker
 from auto3d.search.recompute import AUTO, FULL
 from auto3d.search.search import Search
-from auto3d.search.space import Candidate, Refusals
+from auto3d.search.space import Refusals
 from launch.recipe.error import RecipeError
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.words import counted

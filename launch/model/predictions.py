@@ -4,23 +4,21 @@ import csv
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from auto3d.capture.graph import Graph
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
-from auto3d.plan import AUTO3D, TENSOR_OVERLAPS, Plan
-from auto3d.schedule import samples_at_once, schedule_of, write_schedule
+from auto3d.plan import AUTO3D, Plan
+from auto3d.schedule import samples_at_once, schedule_of
+from auto3d.search.axes import AXES, CHOICES, TYPES, Candidate
 from auto3d.search.make import PlanMaker, shortage_of
-from auto3d.search.placement import MEGATRON
 from auto3d.search.planned_model import PlannedModel
-from auto3d.search.recompute import AUTO, FULL, NONE
-from auto3d.search.space import Candidate
 from auto3d.simulate.simulate import Timeline, simulate
-from launch.model.candidates import task
+from launch.model.candidates import candidate_of, task
 from launch.model.costs import captured_subject, cost_model, subject_of
 from launch.model.graphs import PlanningModel
 from launch.model.profile import basis
@@ -28,15 +26,9 @@ from launch.recipe.load import LoadedRecipe
 from launch.recipe.search_schema import PlanRecipe
 from launch.recipe.settings import emulation, predicted_precision, predicted_times
 
-T = TypeVar("T")
-
-DEGREES = ("micro_batch_size", "tp", "dp", "pp")
-PLAN_COLUMNS = (
-    *DEGREES, "partition_cuts", "schedule", "recompute", "partition", "placement", "shard_optimizer",
-    "sequence_parallel", "tensor_overlap",
-)  # fmt: skip
-
-FLAGS = {"false": False, "true": True, "0": False, "1": True}
+DEGREES = ("micro_batch_size", "tp", "dp", "pp")  # every row has them
+PLAN_COLUMNS = (*DEGREES, "partition_cuts", *CHOICES)
+_FLAGS = {"false": False, "true": True, "0": False, "1": True}
 
 
 @dataclass(frozen=True)
@@ -180,43 +172,39 @@ def plan_rows(
         overrides = tuple(f"{key}={row[key]}" for key in keys if row[key])
         changed, maker = maker_of(overrides)
         try:
-            yield PlannedRow(row, changed, maker.model, maker.unlimited(_candidate(changed, row)), "")
+            yield PlannedRow(row, changed, maker.model, maker.unlimited(candidate_of_row(changed, row)), "")
         except InputError as error:
             yield PlannedRow(row, changed, maker.model, None, f"line {line}: {error}")
 
 
-def _candidate(recipe: LoadedRecipe, row: Mapping[str, str]) -> Candidate:
-    """The candidate that a row describes; what the row leaves open comes from the recipe's plan."""
-    base = recipe.values.plan or PlanRecipe()
-    recompute = row.get("recompute") or base.recompute
-    tp = _whole_number(row, "tp")
-    return Candidate(
-        micro_batch_size=_whole_number(row, "micro_batch_size"),
-        tp=tp,
-        dp=_whole_number(row, "dp"),
-        pp=_whole_number(row, "pp"),
-        schedule=row.get("schedule") or write_schedule(base.schedule, base.schedule_options),
-        recompute=recompute if recompute in (NONE, FULL, AUTO) else float(recompute),
-        partition=row.get("partition") or predicted_times(recipe.values).partition,
-        placement=row.get("placement") or MEGATRON,
-        shard_optimizer=_choice(row, "shard_optimizer", FLAGS, base.shard_optimizer),
-        sequence_parallel=_choice(row, "sequence_parallel", FLAGS, base.sequence_parallel and tp > 1),
-        tensor_overlap=_choice(row, "tensor_overlap", {each: each for each in TENSOR_OVERLAPS}, base.tensor_overlap),
-        cuts=tuple(json.loads(row["partition_cuts"])) if row.get("partition_cuts") else None,
-    )
+def candidate_of_row(recipe: LoadedRecipe, row: Mapping[str, str]) -> Candidate:
+    """The candidate that a row describes; what the row leaves open comes from the recipe's plan.
+
+    Raises InputError where a value is not one that its axis takes.
+    """
+    base = candidate_of(recipe.values.plan or PlanRecipe())
+    choices: dict[str, Any] = {"partition": predicted_times(recipe.values).partition}
+    choices |= {name: _value(name, row[name]) for name in (*DEGREES, *CHOICES) if row.get(name)}
+    cuts = tuple(json.loads(row["partition_cuts"])) if row.get("partition_cuts") else None
+    return replace(base, **choices, cuts=cuts)
 
 
-def _choice(row: Mapping[str, str], name: str, choices: Mapping[str, T], default: T) -> T:
-    """The value of ``choices`` that the column ``name`` of ``row`` names, or else the default."""
-    if not (found := row.get(name)):
-        return default
-    if found.lower() not in choices:
-        raise InputError(f"{name}: found {found!r}; it takes {' or '.join(choices)}")
-    return choices[found.lower()]
-
-
-def _whole_number(row: Mapping[str, str], name: str) -> int:
-    try:
-        return int(row[name])
-    except ValueError:
-        raise InputError(f"{name}: found {row[name]!r}; it takes a whole number") from None
+def _value(name: str, text: str) -> Any:
+    """The value of the axis ``name`` that ``text``, a cell of a CSV file, stands for."""
+    axis, kind = AXES[name], TYPES[name]
+    if kind is int:
+        with suppress(ValueError):
+            return int(text)
+        raise InputError(f"{name}: found {text!r}; it takes a whole number")
+    if kind is bool:
+        if text.lower() in _FLAGS:
+            return _FLAGS[text.lower()]
+        raise InputError(f"{name}: found {text!r}; it takes {' or '.join(_FLAGS)}")
+    if axis.options or text in axis.takes:  # options are checked where the schedule is made
+        return text
+    words = ", ".join(map(str, axis.takes))
+    if axis.most is None:
+        raise InputError(f"{name}: found {text!r}; it takes one of {words}")
+    with suppress(ValueError):
+        return float(text)
+    raise InputError(f"{name}: found {text!r}; it takes {words}, or a number")

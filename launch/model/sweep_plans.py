@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from auto3d.capture.graph import Graph
 from auto3d.errors import InputError
 from auto3d.plan import AUTO3D, Plan
+from auto3d.search.axes import Candidate
 from auto3d.search.listing import ListedCandidate, list_candidates
-from auto3d.search.space import Candidate, Domain, Refusals, without_numbers
+from auto3d.search.space import Domain, Refusals, without_numbers
 from launch.model.candidates import check_memory_known, check_rules, exact_plans, runnable_maker, task
 from launch.model.capture_process import CaptureProcess
 from launch.model.graphs import PlanningModel

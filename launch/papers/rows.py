@@ -10,7 +10,7 @@ from auto3d.cost.throughput import throughput
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
-from auto3d.schedule import write_schedule
+from auto3d.search.axes import plan_name
 from auto3d.search.planned_model import PlannedModel
 from launch.drivers.sweep import Retry, run_sweep
 from launch.model.costs import planning_subject
@@ -109,7 +109,7 @@ class RowMaker:
         where = best.environment
         return {
             "values": values,
-            "plan": _words(best),
+            "plan": plan_name(best.plan),
             "made_on": f"{where.computer}, torch {where.torch}, {best.finished[:10]}" if where else "",
         }
 
@@ -136,9 +136,3 @@ def _speed(plan: Plan, iteration_s: float, recipe: LoadedRecipe) -> dict[str, fl
     rate = plan.global_batch / iteration_s
     tokens = recipe.values.data.sequence_length
     return {"iteration_s": iteration_s, "samples_per_s": rate, "tokens_per_s": rate * tokens}
-
-
-def _words(one: Measurement) -> str:
-    plan = one.plan
-    schedule = write_schedule(plan.schedule, plan.schedule_options)
-    return f"dp={plan.dp} tp={plan.tp} pp={plan.pp} micro-batch={plan.micro_batch_size} {schedule}"

@@ -13,6 +13,7 @@ from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.optimizer_memory import state_copies, update_copies
 from auto3d.runtime.settings import OptimizerSettings, ParameterGroup, TrainingSettings
 from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS
+from auto3d.search.axes import AXES
 from auto3d.search.space import SearchSpace
 from launch.recipe.cluster_schema import AcceleratorRecipe, CollectivesRecipe, LinkRecipe
 from launch.recipe.load import LoadedRecipe
@@ -240,25 +241,9 @@ def trial_limit_s(recipe: Recipe) -> float:
 
 
 def search_space(recipe: Recipe) -> SearchSpace:
-    search = recipe.search
-    return SearchSpace(
-        dp=search.dp,
-        tp=search.tp,
-        pp=search.pp,
-        micro_batch_size=search.micro_batch_size,
-        schedule=search.schedule,
-        recompute=search.recompute,
-        partition=search.partition,
-        placement=search.placement,
-        replicas=search.replicas,
-        sync=search.sync,
-        shard_optimizer=search.shard_optimizer,
-        sequence_parallel=search.sequence_parallel,
-        tensor_overlap=search.tensor_overlap,
-        micro_batches=search.micro_batches,
-        engine=search.engine,
-        allow_idle_devices=search.allow_idle_devices,
-    )
+    axes = {name: getattr(recipe.search, name) for name in AXES}
+    micro_batches, idle = recipe.search.micro_batches, recipe.search.allow_idle_devices
+    return SearchSpace(**axes, micro_batches=micro_batches, allow_idle_devices=idle)
 
 
 def most_candidates(recipe: Recipe) -> int:

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from itertools import chain
 from statistics import median
 
-from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.measurement import Measurement, Status
-from auto3d.schedule import write_schedule
+from auto3d.search.axes import plan_name, schedule_of_axis
 from launch.console.records import rates, recomputed
 from launch.report.source import ReportedPlan
 from launch.report.throughput import ThroughputColumns
@@ -60,17 +59,15 @@ def row_of(one: ReportedPlan, columns: ThroughputColumns) -> PlanRow:
     times = [time for trial in good for time in trial.iteration_s]
     peaks = list(chain.from_iterable(trial.peak_bytes for trial in good))
     failed = next((trial for trial in one.measurements if trial.status is not Status.OK), None)
-    schedule = _schedule(plan)
-    engine = "" if plan.engine == AUTO3D else f"{plan.engine} "
     return PlanRow(
-        name=f"{engine}dp={plan.dp} tp={plan.tp} pp={plan.pp} micro-batch={plan.micro_batch_size} {schedule}",
+        name=plan_name(plan),
         engine=plan.engine,
         dp=plan.dp,
         tp=plan.tp,
         pp=plan.pp,
         micro_batch_size=plan.micro_batch_size,
         micro_batches=plan.micro_batches,
-        schedule=schedule,
+        schedule=schedule_of_axis(plan),
         recompute=recomputed(plan),
         partition=candidate.partition if candidate else "",
         placement=candidate.placement if candidate else "",
@@ -116,8 +113,3 @@ def front(points: Sequence[tuple[float | None, float | None]]) -> list[int]:
 
 def _status(measurements: Sequence[Measurement], failed: Measurement | None) -> str:
     return str(failed.status if failed else Status.OK) if measurements else PREDICTED
-
-
-def _schedule(plan: Plan) -> str:
-    options = {name: value for name, value in plan.schedule_options.items() if name != "recompute"}
-    return write_schedule(plan.schedule, options)

@@ -10,8 +10,9 @@ from auto3d.errors import InputError
 from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.measurement import Measurement
 from auto3d.schedule import samples_at_once
+from auto3d.search.axes import Candidate
 from auto3d.search.search import Search
-from auto3d.search.space import Candidate, Refusals
+from auto3d.search.space import Refusals
 from launch.console import tables
 from launch.model import candidates
 from launch.model.assumed import assumed_lines, places_assumed

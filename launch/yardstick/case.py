@@ -1,16 +1,13 @@
 """What a predictor without a captured model is told about a run: a Case, and its form as a row of CSV."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from auto3d.schedule import parse_schedule, write_schedule
+from auto3d.schedule import parse_schedule
+from launch.model.predictions import candidate_of_row
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import UNFUSED
-from launch.recipe.search_schema import PlanRecipe
 from launch.recipe.settings import cluster, predicted_precision
 from launch.yardstick.measured import MeasuredSet, ModelSizes, PublishedRun, whole
-
-FLAGS = {"0": False, "1": True, "false": False, "true": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +65,14 @@ class Case:
 def case_of(measured: MeasuredSet, recipe: LoadedRecipe, run: PublishedRun) -> Case:
     """The Case of ``run``; what its row leaves open comes from ``recipe``."""
     values, row = recipe.values, run.row
-    plan = values.plan or PlanRecipe()
+    plan = candidate_of_row(recipe, row)
     machine = cluster(recipe)
     node = machine.nodes[0]
     outside = node.outside or node.inside
-    tp, dp, pp = (whole(row, name) for name in ("tp", "dp", "pp"))
     return Case(
         id=f"{measured.name}-{run.line}",
         sizes=run.sizes,
-        nodes=max(1, tp * dp * pp // node.devices),
+        nodes=max(1, plan.tp * plan.dp * plan.pp // node.devices),
         devices_per_node=node.devices,
         peak_flops=node.accelerator.peak_flops,
         memory_bytes=node.accelerator.memory_bytes or 0.0,
@@ -85,15 +81,15 @@ def case_of(measured: MeasuredSet, recipe: LoadedRecipe, run: PublishedRun) -> C
         inside_latency_s=node.inside.latency_s,
         outside_bandwidth=outside.bandwidth_per_device(node.devices),
         outside_latency_s=outside.latency_s,
-        tp=tp,
-        dp=dp,
-        pp=pp,
-        micro_batch_size=whole(row, "micro_batch_size"),
+        tp=plan.tp,
+        dp=plan.dp,
+        pp=plan.pp,
+        micro_batch_size=plan.micro_batch_size,
         global_batch=whole(row, "training.global_batch") if row.get("training.global_batch") else _batch(recipe),
-        schedule=row.get("schedule") or write_schedule(plan.schedule, plan.schedule_options),
-        zero=int(_flag(row, "shard_optimizer", plan.shard_optimizer)),
-        recompute=row.get("recompute") or f"{plan.recompute}",
-        sequence_parallel=_flag(row, "sequence_parallel", plan.sequence_parallel) and tp > 1,
+        schedule=plan.schedule,
+        zero=int(plan.shard_optimizer),
+        recompute=f"{plan.recompute}",
+        sequence_parallel=plan.sequence_parallel and plan.tp > 1,
         fused_attention=values.prediction.attention != UNFUSED,
         precision=predicted_precision(values),
         sync_precision=values.prediction.sync_precision,
@@ -103,7 +99,3 @@ def case_of(measured: MeasuredSet, recipe: LoadedRecipe, run: PublishedRun) -> C
 
 def _batch(recipe: LoadedRecipe) -> int:
     return recipe.values.training.global_batch
-
-
-def _flag(row: Mapping[str, str], name: str, default: bool) -> bool:
-    return FLAGS[row[name].lower()] if row.get(name) else default

@@ -24,9 +24,10 @@ from auto3d.plan import Plan, PlanError
 from auto3d.planner import Planner
 from auto3d.schedule import build_schedule
 from auto3d.schedule.moments import COUNTS, all_moments
+from auto3d.search.axes import Candidate
 from auto3d.search.make import PlanMaker
 from auto3d.search.planned_model import PlannedGraphs, PlannedLayers
-from auto3d.search.space import Candidate, Workload
+from auto3d.search.space import Workload
 from auto3d.sequence.slice_graphs import slice_graphs
 from auto3d.sequence.sliced import sliced
 from auto3d.tensor.local_graph import LocalGraph, local_graph_from_json, local_graph_to_json

@@ -12,9 +12,9 @@ from auto3d.errors import InputError
 from auto3d.partition.methods import STAGE_METHODS
 from auto3d.plan import Plan, StagePlan, stages_between
 from auto3d.schedule.shape import shape_of
+from auto3d.search.axes import Candidate
 from auto3d.search.make import PlanMaker, shortage_of
 from auto3d.search.problem import CandidateProblem
-from auto3d.search.space import Candidate
 from tests.search.cases import random_case
 from tests.soak import soak
 

@@ -6,7 +6,7 @@ import pytest
 
 from auto3d.errors import InputError
 from auto3d.search.algorithms import run_algorithm
-from auto3d.search.space import Candidate
+from auto3d.search.axes import Candidate
 from tests.search.cases import random_case, searched
 
 

@@ -15,11 +15,12 @@ from auto3d.schedule import shape as schedule_shape
 from auto3d.search.algorithms.annealing import annealing
 from auto3d.search.algorithms.exhaustive import exhaustive
 from auto3d.search.algorithms.random_search import random_search
+from auto3d.search.axes import Candidate
 from auto3d.search.bound import least_s
 from auto3d.search.make import PlanMaker
 from auto3d.search.promise import Promises
 from auto3d.search.search import Search
-from auto3d.search.space import Candidate, Domain, SearchSpace
+from auto3d.search.space import Domain, SearchSpace
 from tests.search.cases import random_case, searched
 from tests.soak import soak
 

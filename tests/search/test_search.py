@@ -15,9 +15,10 @@ from auto3d.schedule.shape import shape
 from auto3d.search.algorithms import AMP_ITERATIONS, run_algorithm
 from auto3d.search.algorithms.amp import TILINGS, amp, amp_space
 from auto3d.search.algorithms.exhaustive import exhaustive
+from auto3d.search.axes import EQUAL, UNEVEN, Candidate
 from auto3d.search.bound import least_s
 from auto3d.search.placement import PLACEMENTS, mesh, place
-from auto3d.search.space import EQUAL, UNEVEN, Candidate, Domain, SearchSpace, Workload
+from auto3d.search.space import Domain, SearchSpace, Workload
 from auto3d.simulate.costs import Costs, MessageCost, uniform
 from auto3d.simulate.simulate import simulate
 from tests.schedule.samples import BY_RULE

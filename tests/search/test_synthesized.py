@@ -15,13 +15,14 @@ from auto3d.schedule import SCHEDULES, schedule_of
 from auto3d.schedule.order_file import order_file
 from auto3d.schedule.shape import shape_of
 from auto3d.search.algorithms.exhaustive import exhaustive
+from auto3d.search.axes import Candidate
 from auto3d.search.bound import least_of_any_order_s
 from auto3d.search.make import PlanMaker
 from auto3d.search.order_certificate import certificate_of
 from auto3d.search.order_problem import problem_of
 from auto3d.search.planned_model import PlannedLayers
 from auto3d.search.search import Budget, Search
-from auto3d.search.space import Candidate, Domain, SearchSpace, Workload
+from auto3d.search.space import Domain, SearchSpace, Workload
 from auto3d.search.synthesized import seed_candidates
 from auto3d.simulate.simulate import simulate
 from auto3d.synthesis.problem import peaks

@@ -14,13 +14,15 @@ from collections import defaultdict
 from dataclasses import replace
 from math import inf
 from random import Random
+from typing import Any
 
 from auto3d.cluster import Cluster
 from auto3d.search.algorithms.annealing import accepted_s
 from auto3d.search.algorithms.random_search import with_choices
+from auto3d.search.axes import EQUAL, Candidate
 from auto3d.search.recompute import AUTO
 from auto3d.search.search import Search
-from auto3d.search.space import EQUAL, Candidate, SearchSpace
+from auto3d.search.space import SearchSpace
 
 TILINGS = ("horizontal", "vertical")
 
@@ -32,15 +34,14 @@ def amp_space(space: SearchSpace, cluster: Cluster) -> SearchSpace:
     size that divides the cluster, and cross nodes.
     """
     every = [number for number in range(1, cluster.devices + 1) if cluster.devices % number == 0]
-    return replace(
-        space,
-        tp=every if space.tp == AUTO else space.tp,
-        schedule=("1f1b",),
-        partition=("layer-assignment",),
-        placement=TILINGS,
-        replicas=(EQUAL,),
-        allow_idle_devices=False,
-    )
+    axes: dict[str, Any] = {
+        "tp": every if space.tp == AUTO else space.tp,
+        "schedule": ("1f1b",),
+        "partition": ("layer-assignment",),
+        "placement": TILINGS,
+        "replicas": (EQUAL,),
+    }
+    return replace(space, **axes, allow_idle_devices=False)
 
 
 def amp(search: Search, seed: int) -> None:

@@ -18,9 +18,10 @@ from math import inf, log
 from random import Random
 
 from auto3d.search.algorithms.random_search import draw
+from auto3d.search.axes import DEGREES, Candidate
 from auto3d.search.first_fit import find_first_fit
 from auto3d.search.search import Search
-from auto3d.search.space import DEGREES, Candidate, Domain
+from auto3d.search.space import Domain
 
 WARM, COLD = 0.3, 0.003  # first and last temperature, relative to the current time
 _ROUNDS = 4  # number of coolings; each begins at the best candidate so far

@@ -4,9 +4,9 @@ from dataclasses import replace
 from math import inf
 
 from auto3d.schedule import parse_schedule
+from auto3d.search.axes import EQUAL, Candidate
 from auto3d.search.recompute import NONE
 from auto3d.search.search import Search
-from auto3d.search.space import EQUAL, Candidate
 
 
 def chimera(search: Search, seed: int) -> None:

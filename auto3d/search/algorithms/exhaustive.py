@@ -3,9 +3,9 @@
 from heapq import heapify, heappop, heappush
 from math import inf
 
+from auto3d.search.axes import Candidate
 from auto3d.search.first_fit import find_first_fit
 from auto3d.search.search import Left, Search
-from auto3d.search.space import Candidate
 
 _LOOKS = 16  # most looks before the best Plan so far is simulated, though other candidates promise more
 

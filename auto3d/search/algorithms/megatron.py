@@ -3,9 +3,9 @@
 from dataclasses import replace
 from math import inf
 
+from auto3d.search.axes import EQUAL
 from auto3d.search.placement import MEGATRON
 from auto3d.search.search import Search
-from auto3d.search.space import EQUAL
 
 
 def megatron(search: Search, seed: int) -> None:

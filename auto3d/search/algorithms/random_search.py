@@ -4,9 +4,10 @@ from dataclasses import replace
 from math import inf
 from random import Random
 
+from auto3d.search.axes import Candidate
 from auto3d.search.first_fit import find_first_fit
 from auto3d.search.search import Search
-from auto3d.search.space import Candidate, Domain
+from auto3d.search.space import Domain
 
 
 def random_search(search: Search, seed: int) -> None:

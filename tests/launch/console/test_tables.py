@@ -9,6 +9,7 @@ import pytest
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import BYTES, CommunicationCalls, Measurement, Status
+from auto3d.search.axes import plan_name
 from launch.console import tables
 from launch.console.training import print_training
 from launch.recipe.load import load
@@ -67,7 +68,7 @@ def test_choices_of_tensor_parallelism_have_columns_where_they_differ(folder, pl
     ],
 )
 def test_a_training_ends_with_predicted_beside_measured_memory(plan, capsys, memory, words):
-    record = {**asdict(measurement(plan, memory)), "samples_per_s": 1.0}
+    record = {**asdict(measurement(plan, memory)), "plan_name": plan_name(plan), "samples_per_s": 1.0}
     print_training(record, as_json=False)
     assert words in capsys.readouterr().out
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from auto3d.runtime.measurement import Measurement
-from auto3d.search.space import Candidate
+from auto3d.search.axes import Candidate
 from launch.model.graphs import PlanningModel
 from launch.model.sweep_plans import plans_of_sweep
 from launch.recipe.load import load
