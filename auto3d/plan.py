@@ -4,14 +4,16 @@ A search makes Plans; the simulator and the runtime take them. A person can writ
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import groupby, pairwise
 from json import dumps
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from auto3d.errors import InputError
+from auto3d.mesh import PIPELINE, REPLICA, TENSOR, Mesh
 from auto3d.tensor_placement import Split
 
 SCHEMA = 5
@@ -77,10 +79,9 @@ def stages_of_operations(stage_of: Sequence[int]) -> tuple[StagePlan, ...]:
 class Plan:
     """Degrees, batch, schedule, stages and placement of one way to train one model.
 
-    ``dp`` pipelines run micro-batches of their own; inside each, a stage may have replicas. If the stages of pipeline
-    device ``device`` have r replicas, ``placement[device][(pipeline × r + replica) × tp + shard]`` is the rank that
-    runs replica ``replica`` of them in pipeline ``pipeline``, with shard ``shard`` of the weights. The schedule decides
-    which stages a pipeline device has.
+    ``dp`` pipelines run micro-batches of their own; inside each, a stage may have replicas. ``placement[device]`` has
+    the ranks of a pipeline device in the order of its mesh (``meshes``): pipeline by pipeline, in each the replicas of
+    the device's stages, in each the shards of their weights. The schedule decides which stages a pipeline device has.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -117,11 +118,18 @@ class Plan:
     def ranks(self) -> int:
         return sum(len(ranks) for ranks in self.placement)
 
-    def position(self, rank: int) -> tuple[int, int, int, int]:
-        """(pipeline device, pipeline, replica of the device's stages, shard of their weights) of ``rank``."""
-        device = next(device for device, ranks in enumerate(self.placement) if rank in ranks)
-        index, shard = divmod(self.placement[device].index(rank), self.tp)
-        return device, *divmod(index, len(self.placement[device]) // (self.dp * self.tp)), shard
+    @cached_property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """The ranks of each pipeline device."""
+        return tuple(
+            Mesh(((PIPELINE, self.dp), (REPLICA, len(ranks) // (self.dp * self.tp)), (TENSOR, self.tp)), ranks)
+            for ranks in self.placement
+        )
+
+    def position(self, rank: int) -> tuple[int, Mapping[str, int]]:
+        """The pipeline device of ``rank``, and its place on each axis of the device's mesh."""
+        device = next(device for device, mesh in enumerate(self.meshes) if rank in mesh.ranks)
+        return device, self.meshes[device].coordinate(rank)
 
     def __post_init__(self) -> None:
         check_degrees(

@@ -2,10 +2,14 @@
 
 import json
 from dataclasses import replace
+from math import prod
+from random import Random
 
+import numpy as np
 import pytest
 
 from auto3d.cluster import place_ranks
+from auto3d.mesh import Mesh
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between, stages_of_operations
 
 PLAN = Plan(
@@ -113,7 +117,25 @@ def test_a_stage_may_have_replicas_of_its_own():
     assert Plan.from_json(uneven.to_json()) == uneven
     assert (uneven.ranks, uneven.micro_batches) == (6, 4)
     positions = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 1, 0)]
-    assert [uneven.position(rank) for rank in range(6)] == [(*position, 0) for position in positions]
+    found = [uneven.position(rank) for rank in range(6)]
+    assert found == [(d, {"pipeline": p, "replica": r, "tensor": 0}) for d, p, r in positions]
     split = replace(uneven, tp=2, placement=place_ranks(dp=2, pp=2, tp=2, replicas=[2, 1]))
-    by_shard = [(*position, shard) for position in positions for shard in (0, 1)]
+    by_shard = [(d, {"pipeline": p, "replica": r, "tensor": shard}) for d, p, r in positions for shard in (0, 1)]
     assert [split.position(rank) for rank in range(12)] == by_shard
+
+
+def test_a_mesh_names_what_numpy_finds_by_position():
+    """Against an array of the same ranks, for axes of any sizes."""
+    random = Random(0)
+    for _ in range(100):
+        axes = tuple((name, random.randint(1, 4)) for name in "abc")
+        shape = [size for _, size in axes]
+        ranks = np.array(random.sample(range(100), prod(shape))).reshape(shape)
+        mesh = Mesh(axes, tuple(ranks.ravel().tolist()))
+        place = [random.randrange(size) for size in shape]
+        assert mesh.coordinate(ranks[tuple(place)]) == dict(zip("abc", place, strict=True))
+        assert mesh.at(b=place[1]) == tuple(ranks[:, place[1]].ravel())
+        assert mesh.at(a=place[0], c=place[2]) == tuple(ranks[place[0], :, place[2]])
+        for number, name in enumerate("abc"):
+            rows = np.moveaxis(ranks, number, -1).reshape(-1, shape[number])
+            assert mesh.groups(name) == [tuple(row) for row in rows.tolist()]

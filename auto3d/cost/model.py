@@ -29,6 +29,7 @@ from auto3d.cost.times import Times, TimesOf, TimesOfWork, before, times_of
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.updates import accumulation_s, syncs_s, update_s
 from auto3d.cost.work import Work, WorkAt
+from auto3d.mesh import Mesh
 from auto3d.plan import SUB_PIPELINED, Plan, PlanError, StagePlan
 from auto3d.schedule.shape import shape_of
 from auto3d.simulate.costs import Costs, MessageCost, SharedMachine
@@ -240,7 +241,7 @@ class CostModel:
             link = traffic.tensor[home[0], pipeline] if plan.tp > 1 and collectives else None
             recompute = number in shape.recompute
             passes.append([self._pass_times(stage, recompute, share, accelerator, link, *sizes) for share in shares])
-            group = plan.placement[home[0]][:: plan.tp]
+            group = plan.meshes[home[0]].at(tensor=0)
             update.append(
                 update_s(self._work, self.training, plan, stage, accelerator=accelerator, group=group, traffic=traffic)
             )
@@ -409,19 +410,17 @@ class CostModel:
     def _sharing(self, plan: Plan) -> tuple[SharedMachine, ...]:
         """How the plan's processes slow each other down, for each node where they do."""
         sharing = []
-        for number in sorted({self.cluster.node_of[rank] for ranks in plan.placement for rank in ranks}):
+        for number in sorted({self.cluster.node_of[rank] for mesh in plan.meshes for rank in mesh.ranks}):
             if slowdown := self.cluster.nodes[number].slowdown:
-                here = [sum(self.cluster.node_of[rank] == number for rank in ranks) for ranks in plan.placement]
+                here = [sum(self.cluster.node_of[rank] == number for rank in mesh.ranks) for mesh in plan.meshes]
                 sharing.append(SharedMachine(slowdown=slowdown, processes=tuple(here)))
         return tuple(sharing)
 
     def _traffic_of(self, plan: Plan) -> PlacedTraffic:
-        return self._traffic(plan.placement, plan.tp, plan.dp, shape_of(plan).homes)
+        return self._traffic(plan.meshes, shape_of(plan).homes)
 
-    def _make_traffic(
-        self, placement: tuple[tuple[int, ...], ...], tp: int, dp: int, homes: tuple[tuple[int, ...], ...]
-    ) -> PlacedTraffic:
-        return PlacedTraffic(self.cluster, placement, tp, dp, homes, TRAFFIC.get(self.method, Traffic))
+    def _make_traffic(self, meshes: tuple[Mesh, ...], homes: tuple[tuple[int, ...], ...]) -> PlacedTraffic:
+        return PlacedTraffic(self.cluster, meshes, homes, TRAFFIC.get(self.method, Traffic))
 
 
 def _bandwidth(link: GroupLink) -> float:

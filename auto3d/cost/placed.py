@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from auto3d.cluster import Accelerator, Cluster
-from auto3d.cost.collectives import Traffic
+from auto3d.cost.collectives import GroupLink, Traffic
+from auto3d.mesh import PIPELINE, TENSOR, Mesh
 
 TOTALS_BYTES = 16  # the loss and the gradient norm, which all ranks reduce once per iteration
 
@@ -22,49 +23,44 @@ class PlacedTraffic:
     def __init__(
         self,
         cluster: Cluster,
-        placement: tuple[tuple[int, ...], ...],
-        tp: int,
-        dp: int,
+        meshes: Sequence[Mesh],
         homes: tuple[tuple[int, ...], ...],
         traffic: type[Traffic] = Traffic,
     ) -> None:
         self._traffic = traffic
-        self._placement, self._tp, self.homes = placement, tp, homes
+        self._meshes, self.homes = meshes, homes
+        dp, self._tp = meshes[0].size(PIPELINE), meshes[0].size(TENSOR)
         self._tied: dict[tuple[int, ...], tuple[Traffic, tuple[int, ...]]] = {}
-        self._ranks: dict[tuple[int, int], tuple[int, ...]] = {}
-        for device, ranks in enumerate(placement):
-            each = len(ranks) // dp
-            for pipeline in range(dp):
-                self._ranks[device, pipeline] = ranks[pipeline * each : (pipeline + 1) * each]
+        pipelines = range(dp)
+        self._ranks = {(n, one): mesh.at(pipeline=one) for n, mesh in enumerate(meshes) for one in pipelines}
         self._slowest = {key: cluster.slowest(ranks) for key, ranks in self._ranks.items()}
         self._cluster = cluster
-        self.distinct_pipelines = self._find_distinct(dp, len(placement))
+        self.distinct_pipelines = self._find_distinct(dp, len(meshes))
         # Besides its operations, an iteration takes the time of the slowest host and an all-reduce of loss and norm.
         self.iteration_s = max(kind.iteration_s for kind in dict.fromkeys(self._slowest.values()))
-        self.crosses = any(
-            cluster.node_of[source] != cluster.node_of[target]
-            for here, there in pairwise(placement)
-            for source, target in zip(here, there, strict=False)
-        )
-        every_rank = [rank for ranks in placement for rank in ranks]
+        pairs = [
+            (source, target)
+            for here, there in pairwise(meshes)
+            for source, target in zip(here.ranks, there.ranks, strict=False)
+        ]
+        self.crosses = any(cluster.node_of[source] != cluster.node_of[target] for source, target in pairs)
+        every_rank = [rank for mesh in meshes for rank in mesh.ranks]
         nodes = {cluster.node_of[rank] for rank in every_rank}
         measured = cluster.nodes[min(nodes)].collectives
         if measured is not None and len(nodes) == 1 < len(every_rank):
             self.iteration_s += measured.all_reduce.interpolate(len(every_rank), TOTALS_BYTES)
-        tensor_groups = [ranks[first : first + tp] for ranks in placement for first in range(0, len(ranks), tp)]
-        inside = traffic(cluster, tensor_groups)
-        self.tensor = {key: inside.group_link(ranks[:tp]) for key, ranks in self._ranks.items()} if tp > 1 else {}
-        pairs = [
-            (source, target) for here, there in pairwise(placement) for source, target in zip(here, there, strict=False)
-        ]
+        self.tensor: dict[tuple[int, int], GroupLink] = {}
+        if self._tp > 1:
+            inside = traffic(cluster, [group for mesh in meshes for group in mesh.groups(TENSOR)])
+            self.tensor = {key: inside.group_link(ranks[: self._tp]) for key, ranks in self._ranks.items()}
         # A message to the next stage and one from it travel at the same time, in opposite directions.
         self.messages = traffic(cluster, pairs)
-        self.holders = [tuple(rank for home in stage_homes for rank in placement[home][::tp]) for stage_homes in homes]
+        self.holders = [_shard_holders(meshes, stage_homes, 0) for stage_homes in homes]
         # Stages on the same devices reduce their gradients one after the other, as in the simulator.
         sync_groups = [
-            tuple(rank for home in stage_homes for rank in placement[home][shard::tp])
+            _shard_holders(meshes, stage_homes, shard)
             for stage_homes in dict.fromkeys(tuple(sorted(devices)) for devices in homes)
-            for shard in range(tp)
+            for shard in range(self._tp)
         ]
         self.sync = traffic(cluster, sync_groups)
 
@@ -79,7 +75,7 @@ class PlacedTraffic:
         Stages on one device share the weights.
         """
         if stages not in self._tied:
-            heads = [self._placement[device] for device in dict.fromkeys(self.homes[stage][0] for stage in stages)]
+            heads = [self._ranks[device, 0] for device in dict.fromkeys(self.homes[stage][0] for stage in stages)]
             groups = [tuple(ranks[shard] for ranks in heads) for shard in range(self._tp)]
             self._tied[stages] = self._traffic(self._cluster, groups), groups[0]
         traffic, group = self._tied[stages]
@@ -107,3 +103,8 @@ class PlacedTraffic:
             outside = tuple(cluster.nodes[node].outside for node in nodes)
             first_of.setdefault((kinds, stays, inside, outside), pipeline)
         return list(first_of.values())
+
+
+def _shard_holders(meshes: Sequence[Mesh], devices: Sequence[int], shard: int) -> tuple[int, ...]:
+    """The ranks of the pipeline devices ``devices`` that hold this tensor-parallel shard."""
+    return tuple(rank for device in devices for rank in meshes[device].at(tensor=shard))

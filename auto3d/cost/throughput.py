@@ -73,7 +73,7 @@ def peak_flops_of(plan: Plan, cluster: Cluster) -> float:
 
     An Accelerator that nobody described has a peak too, a round figure: the caller knows whether these are real ones.
     """
-    return sum(cluster.accelerator(rank).peak_flops for ranks in plan.placement for rank in ranks)
+    return sum(cluster.accelerator(rank).peak_flops for mesh in plan.meshes for rank in mesh.ranks)
 
 
 def flops_of_graph(plan: Plan, graph: Graph) -> IterationFlops:

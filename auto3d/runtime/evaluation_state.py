@@ -46,7 +46,8 @@ def first_pipelines_buffers(
     sizes = [prod(training.captured.graph.buffers[name].shape) for name in names]
     everything = torch.zeros(training.plan.tp, sum(sizes), dtype=torch.float64)
     for name, place in zip(names, everything[training.shard].split(sizes), strict=True):
-        if training.plan.placement[home[name]][training.shard] == dist.get_rank():
+        mesh = training.plan.meshes[home[name]]
+        if mesh.at(pipeline=0, replica=0, tensor=training.shard) == (dist.get_rank(),):
             place.copy_(buffers[name].reshape(-1))
     with waiting_for("the buffers of the first pipeline", timeout_s):
         dist.all_reduce(everything)

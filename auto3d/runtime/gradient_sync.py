@@ -53,8 +53,8 @@ def holders(
     for (stage, _), device in schedule.device_of.items():
         for name in stages[stage].state:
             if name in parameters:
-                step = slice(None) if name in of_all_shards else slice(shard, None, plan.tp)
-                ranks.setdefault(name, set()).update(plan.placement[device][step])
+                mesh = plan.meshes[device]
+                ranks.setdefault(name, set()).update(mesh.ranks if name in of_all_shards else mesh.at(tensor=shard))
                 users.setdefault(name, set()).add(stage)
     return {name: Holders(tuple(sorted(ranks[name])), tuple(sorted(users[name]))) for name in ranks}
 

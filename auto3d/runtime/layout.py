@@ -15,6 +15,7 @@ from auto3d.capture.loss_terms import LossTerms, ScaledTerm, TargetTerm, loss_te
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.shard import Shard
 from auto3d.errors import InputError
+from auto3d.mesh import PIPELINE, REPLICA, TENSOR
 from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import AUTO3D, Plan, PlanError, StagePlan
 from auto3d.runtime.gradient_sync import Holders, holders
@@ -130,10 +131,9 @@ class RankLayout:
     @property
     def tensor_groups(self) -> list[tuple[int, ...]]:
         """The ranks of every tensor-parallel group of the plan, in the order of their shards; none if tp is 1."""
-        tp = self.plan.tp
-        if tp == 1:
+        if self.plan.tp == 1:
             return []
-        return [ranks[first : first + tp] for ranks in self.plan.placement for first in range(0, len(ranks), tp)]
+        return [group for mesh in self.plan.meshes for group in mesh.groups(TENSOR)]
 
     def is_first_copy_of(self, name: str) -> bool:
         """Whether this rank holds the parameter or buffer in the first pipeline, its first pipe and first replica."""
@@ -272,7 +272,7 @@ def _not_compiled(plan: Plan, settings: TrainingSettings) -> str:
 
 def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
     """The layout of ``rank``; raises InputError where the model cannot run its slice of a micro-batch."""
-    device, pipeline, replica, shard = common.plan.position(rank)
+    device, place = common.plan.position(rank)
     replicas = common.replicas[device]
     program = rank_program(common.captured, common.plan, replicas)
     captured, plan = program.captured, program.plan
@@ -288,17 +288,14 @@ def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
         slices=program.slices,
         schedules=common.schedules,
         device=device,
-        pipeline=pipeline,
-        replica=replica,
+        pipeline=place[PIPELINE],
+        replica=place[REPLICA],
         replicas=replicas,
-        shard=shard,
+        shard=place[TENSOR],
         model_stages=stages,
         stages={each: stages[each[0]] for each, home in common.schedule.device_of.items() if home == device},
         stages_of_slices=of_slices,
-        peers=tuple(
-            ranks[pipeline * count * plan.tp : (pipeline + 1) * count * plan.tp][shard :: plan.tp]
-            for ranks, count in zip(plan.placement, common.replicas, strict=True)
-        ),
+        peers=tuple(mesh.at(pipeline=place[PIPELINE], tensor=place[TENSOR]) for mesh in plan.meshes),
         sample_dimensions=common.sample_dimensions,
         samples=common.captured.graph.micro_batch_size,
         rules=common.rules,

@@ -109,13 +109,12 @@ class Watch:
         assert self._trace is not None
         self._tracer = self._times.annotate = None
         rank = dist.get_rank()
-        place = next(device for device, ranks in enumerate(self._plan.placement) if rank in ranks)
         trace = tracer.end(
             observed,
             origin_s=self._origin_s,
             ahead_s=seconds_ahead(timeout_s=self._timeout_s),
             rank=rank,
-            device=place,
+            device=self._plan.position(rank)[0],
             host=THIS_RANK.hosts[rank],
         )
         folder = self._trace.folder / f"iteration-{done}"

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from auto3d.capture.graph import Graph
+from auto3d.mesh import TENSOR
 from auto3d.partition.stage import Stage
 from auto3d.plan import Plan, PlanError
 from auto3d.schedule.operation import Schedule
@@ -16,7 +17,7 @@ def check_carried_buffers(graph: Graph, plan: Plan, schedule: Schedule, stages: 
     groups: dict[str, set[tuple[int, int]]] = {name: set() for name in graph.carried_buffers}
     for (stage, _), device in schedule.device_of.items():
         for name in groups.keys() & set(stages[stage].state):
-            groups[name].update((device, number // plan.tp) for number in range(len(plan.placement[device])))
+            groups[name].update((device, number) for number in range(len(plan.meshes[device].groups(TENSOR))))
     for name, holders in sorted(groups.items()):
         if len(holders) > 1:
             raise PlanError(

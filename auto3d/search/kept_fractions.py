@@ -81,7 +81,7 @@ class Limits:
 
     def of(self, plan: Plan, device: int) -> float:
         """The bytes that ``device`` has; infinite where they are unknown."""
-        return self.cluster.memory_of(plan.placement[device]) or inf
+        return self.cluster.memory_of(plan.meshes[device].ranks) or inf
 
     def lacking(self, plan: Plan, before: Sequence[int] = ()) -> int | None:
         """A pipeline device that lacks memory for ``plan``, if one does; those in ``before`` are asked first."""

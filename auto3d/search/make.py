@@ -153,7 +153,7 @@ class PlanMaker:
         If the maker's own count of memory still finds too little of it, all limits are lowered.
         """
         shape, cluster = shape_of(fastest), self.model.cluster
-        memory = [cluster.memory_of(ranks) or inf for ranks in fastest.placement]
+        memory = [cluster.memory_of(mesh.ranks) or inf for mesh in fastest.meshes]
         excluded: list[tuple[int, int, int]] = []
         for _ in range(_TRIES if min(memory) < inf else 0):
             try:
@@ -401,7 +401,7 @@ def _keep(candidate: Candidate, form: Shape) -> Keep:
 def shortage_of(model: CostModel, plan: Plan) -> str:
     """Why ``plan`` does not fit into the memory of the devices that it is placed on; empty if it fits."""
     for device, needed in enumerate(model.memory_one_by_one(plan)):
-        memory = model.cluster.memory_of(plan.placement[device])
+        memory = model.cluster.memory_of(plan.meshes[device].ranks)
         if memory is not None and needed > memory:
             return f"pipeline device {device} needs {in_gib(needed)} GiB; it has {in_gib(memory)} GiB"
     return ""

@@ -50,7 +50,7 @@ def problem_of(plan: Plan, model: CostModel, *, may_recompute: frozenset[int] | 
         deferred.append(whole[1].deferred)
     free = []
     for device, beside in enumerate(model.memory_beside_activations(plan)):
-        has = model.cluster.memory_of(plan.placement[device])
+        has = model.cluster.memory_of(plan.meshes[device].ranks)
         if has is not None and beside > has:
             raise PlanError(
                 f"pipeline device {device} needs {in_gib(beside)} GiB beside activations; it has {in_gib(has)}",

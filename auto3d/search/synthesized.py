@@ -173,7 +173,7 @@ def _structures(preference: Mapping[Plan, tuple[bool, float]], *, recompute: boo
     for plan in sorted(preference, key=preference.__getitem__):
         form = shape_of(plan)
         kind = bool(form.recompute), any(stage.kept for stage in plan.stages)
-        structure = kind, plan.stages, plan.placement, tuple(sorted(form.device_of.items()))
+        structure = kind, plan.stages, plan.meshes, tuple(sorted(form.device_of.items()))
         if structure not in chosen and taken[kind] < _STRUCTURES and (recompute or not form.recompute):
             chosen[structure] = plan
             taken[kind] += 1
@@ -195,7 +195,7 @@ def _may_beat(problem: Problem, seconds: float, sync: str) -> bool:
 
 def _tighter(free: Sequence[float], plan: Plan, model: CostModel) -> tuple[float, ...]:
     """``free`` of each device, less what ``plan`` needs beyond the memory of the device."""
-    memory = [model.cluster.memory_of(ranks) for ranks in plan.placement]
+    memory = [model.cluster.memory_of(mesh.ranks) for mesh in plan.meshes]
     excess = [
         0.0 if has is None else max(0.0, most - has) for most, has in zip(model.memory(plan), memory, strict=True)
     ]

@@ -178,7 +178,7 @@ def shortage(memory: PlanMemory, plan: Plan, machine: Cluster) -> str:
     if machine.memory_bytes is None:
         return ""  # nothing is captured for an unknown size
     short: dict[int, float] = {}  # pipeline device -> missing bytes
-    capacity = [machine.memory_of(ranks) for ranks in plan.placement]
+    capacity = [machine.memory_of(mesh.ranks) for mesh in plan.meshes]
     for device, (needed, has) in enumerate(zip(memory.of(plan), capacity, strict=True)):
         if has is not None and needed > has:
             short[device] = needed - has

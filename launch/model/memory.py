@@ -51,7 +51,7 @@ def predicted_memory(recipe: LoadedRecipe, plan_file: str | None) -> PredictedMe
         model=model,
         devices=devices,
         largest=tuple(model.largest_tensors(plan, device) for device in range(len(devices))),
-        capacity=tuple(model.cluster.memory_of(ranks) for ranks in plan.placement),
+        capacity=tuple(model.cluster.memory_of(mesh.ranks) for mesh in plan.meshes),
     )
 
 

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.skeleton import seeded
 from auto3d.data import Batches, DataSettings
+from auto3d.mesh import PIPELINE
 from auto3d.plan import Plan
 from auto3d.runtime.loading import Loader, Need, pinned_memory_of
 from auto3d.runtime.optimizer import build_optimizer
@@ -37,7 +38,7 @@ class PeerRank:
     @property
     def pipeline(self) -> int:
         """The number of this rank among the data-parallel ones."""
-        return self.plan.position(self.world.rank)[1]
+        return self.plan.position(self.world.rank)[1][PIPELINE]
 
     @property
     def first_micro_batch(self) -> int:

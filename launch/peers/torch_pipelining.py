@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from torch.nn.parallel import DistributedDataParallel
 
 from auto3d.capture.graph import Value
+from auto3d.mesh import PIPELINE
 from auto3d.partition.stage import cut
 from auto3d.runtime.optimizer_state import make_state
 from auto3d.runtime.world import new_group
@@ -37,12 +38,12 @@ SEVERAL_STAGES = {
 
 def build(rank: PeerRank) -> Iteration:
     plan, timeout_s = rank.plan, rank.settings.timeout_s
-    device, pipeline, _, _ = plan.position(rank.world.rank)
+    device, place = plan.position(rank.world.rank)
     pipelines = [
-        new_group([ranks[number] for ranks in plan.placement], timeout_s, device=rank.device)
+        new_group([each for mesh in plan.meshes for each in mesh.at(pipeline=number)], timeout_s, device=rank.device)
         for number in range(plan.dp)
     ]
-    replicas = [new_group(ranks, timeout_s, device=rank.device) for ranks in plan.placement]
+    replicas = [new_group(mesh.ranks, timeout_s, device=rank.device) for mesh in plan.meshes]
     stages = cut(rank.captured.graph, plan.stages)
     own = [stage for (stage, _), home in sorted(schedule_of(plan).device_of.items()) if home == device]
     modules = [CapturedStage(rank, stages[number]) for number in own]
@@ -62,7 +63,7 @@ def build(rank: PeerRank) -> Iteration:
             rank.device,
             input_args=tuple(_example(value) for value in captured.received),
             output_args=tuple(_example(value) for value in captured.sent),
-            group=pipelines[pipeline],
+            group=pipelines[place[PIPELINE]],
         )
         for module, captured, number in zip(parallel, modules, own, strict=True)
     ]
@@ -77,7 +78,7 @@ def build(rank: PeerRank) -> Iteration:
         losses: list[torch.Tensor] = []
         schedule.step(target=target, losses=losses if has_loss else None, return_outputs=False)
         if rank.clip_norm:
-            _clip(modules, rank.clip_norm, pipelines[pipeline])
+            _clip(modules, rank.clip_norm, pipelines[place[PIPELINE]])
         optimizer.step()
         learning_rate.step()
         return torch.stack(losses).detach().mean() / plan.dp if has_loss else None

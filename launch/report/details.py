@@ -99,7 +99,7 @@ def detail_of(row: int, plan: Plan, model: CostModel) -> PlanDetail:
         ],
         memory=[_curve(device, curve, timeline.makespan, gap) for device, curve in zip(devices, curves, strict=True)],
         peaks=list(estimate.memory),
-        capacity=[model.cluster.memory_of(ranks) for ranks in plan.placement],
+        capacity=[model.cluster.memory_of(mesh.ranks) for mesh in plan.meshes],
         plan=text if plan.graph and len(text) <= PLAN_CHARACTERS else "",
     )
 

@@ -83,7 +83,7 @@ def emulations(search: Search, plan: Plan) -> list[Emulation]:
 
 def of_rank(plan: Plan, pipelines: list[Emulation]) -> Callable[[int], Emulation]:
     """A function from a rank to the emulation of its pipeline."""
-    return lambda rank: pipelines[plan.position(rank)[1]]
+    return lambda rank: pipelines[plan.position(rank)[1]["pipeline"]]
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import pytest
 from auto3d.cluster import Accelerator, BusBandwidths, Cluster, ClusterError, Link, Node
 from auto3d.cost.collectives import AmpTraffic, Traffic, amp_all_reduce_s, rabenseifner_all_reduce_s, ring_s, tree_s
 from auto3d.cost.placed import PlacedTraffic
+from auto3d.mesh import PIPELINE, REPLICA, TENSOR, Mesh
 from auto3d.tensor.conversions import Collective
 
 LINK = Link(latency_s=0.5, bandwidth=10.0)
@@ -158,8 +159,9 @@ def test_stages_on_one_device_share_a_tied_weight():
     """The first, third and last of four stages hold it: three stages of the interleaved order are on two devices."""
     node = Node(devices=2, inside=Link(latency_s=1e-6, bandwidth=1e9))
     cluster = Cluster(nodes=(node,), device="cpu")
-    v = PlacedTraffic(cluster, ((0,), (1,)), 1, 1, ((0,), (1,), (1,), (0,)))
-    interleaved = PlacedTraffic(cluster, ((0,), (1,)), 1, 1, ((0,), (1,), (0,), (1,)))
+    meshes = [Mesh(((PIPELINE, 1), (REPLICA, 1), (TENSOR, 1)), (rank,)) for rank in (0, 1)]
+    v = PlacedTraffic(cluster, meshes, ((0,), (1,), (1,), (0,)))
+    interleaved = PlacedTraffic(cluster, meshes, ((0,), (1,), (0,), (1,)))
     assert v.tied_s((0, 3), 1e6) == 0
     assert interleaved.tied_s((0, 2), 1e6) == 0
     assert interleaved.tied_s((0, 2, 3), 1e6) == v.tied_s((0, 1), 1e6) > 1e-3

@@ -282,7 +282,7 @@ def test_a_rank_loads_its_own_samples_of_its_own_inputs(processes, tmp_path, dp,
         name, replica, replicas_here = load
         assert openings == 1
         assert names == ({"input_ids", "labels"} if name == "both" else {name})
-        pipeline = plan.position(rank)[1]
+        pipeline = plan.position(rank)[1]["pipeline"]
         micro_batches = [2 * pipeline, 2 * pipeline + 1]
         if dp > 1:
             micro_batches.insert(1, 2 * ((pipeline + 1) % dp))  # the next pipeline's first, which this rank compares
