@@ -1,6 +1,7 @@
 """Plans for one module on one cluster, for those who use the engine as a library."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,9 +13,11 @@ from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import Cluster
 from auto3d.cost.estimate import Estimate
 from auto3d.cost.model import CostModel
-from auto3d.cost.share import Share
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import Work, work_of, work_of_local
+from auto3d.derived.local_graph import LocalGraph, local_graphs
+from auto3d.derived.of_share import derived
+from auto3d.derived.planned_split import planned_split
 from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding, shard
 from auto3d.plan import Plan
@@ -24,11 +27,7 @@ from auto3d.search.make import PlanMaker
 from auto3d.search.planned_model import PlannedGraphs
 from auto3d.search.search import Budget, Ranked, Search
 from auto3d.search.space import Domain, SearchSpace, Workload
-from auto3d.sequence.slice_graphs import slice_graphs
-from auto3d.sequence.sliced import sliced
-from auto3d.tensor.local_graph import LocalGraph, local_graph
-from auto3d.tensor.model import tensor_parallel
-from auto3d.tensor.planned_split import planned_split
+from auto3d.share import Share
 from auto3d.tensor_placement import Split
 
 
@@ -67,23 +66,16 @@ class Planner:
         def work(graph: Graph) -> Work:
             return work_of(graph, cuts(graph), precision=precision)
 
-        def split(samples: int, tp: int, sequence_parallel: bool) -> dict[str, Split]:
-            rules = tensor_rules or {}
-            return planned_split(self._capture(samples), tp, rules=rules, sequence_parallel=sequence_parallel)
+        def split(samples: int, share: Share) -> dict[str, Split]:
+            return planned_split(self._capture(samples), share, rules=tensor_rules or {})
 
-        def shard_graph(samples: int, tp: int, sequence_parallel: bool) -> LocalGraph:
-            chosen = model.split(samples, tp, sequence_parallel)
-            return local_graph(
-                tensor_parallel(self._capture(samples), tp, split=chosen, sequence_parallel=sequence_parallel)
-            )
-
-        graphs_of_slices = cache(lambda samples, slices: slice_graphs(sliced(self._capture(samples), slices)))
+        @cache
+        def graphs_of(samples: int, share: Share) -> tuple[LocalGraph, ...]:
+            chosen = model.split(samples, share) if share.tp > 1 else {}
+            return local_graphs(derived(self._capture(samples), share, split=chosen))
 
         def share_work(samples: int, share: Share) -> Work:
-            if share.slices > 1:
-                local = graphs_of_slices(samples, share.slices)[share.slice_number]
-            else:
-                local = shard_graph(samples, share.tp, share.sequence_parallel)
+            local = graphs_of(samples, replace(share, slice_number=0))[share.slice_number]
             return work_of_local(model.work(samples), local, precision=precision)
 
         model = PlannedGraphs(lambda samples: self._capture(samples).graph, work, cuts, split, share_work)

@@ -20,7 +20,6 @@ from auto3d.cost.memory.plan import PlanMemory
 from auto3d.cost.memory.stage import StageMemory
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
-from auto3d.cost.share import Share, share_of, shares_of
 from auto3d.cost.stage_messages import StageMessages
 from auto3d.cost.stage_times import StageTimes
 from auto3d.cost.tables import without
@@ -31,7 +30,8 @@ from auto3d.cost.updates import accumulation_s, syncs_s, update_s
 from auto3d.cost.work import Work, WorkAt
 from auto3d.mesh import Mesh
 from auto3d.plan import SUB_PIPELINED, Plan, PlanError, StagePlan
-from auto3d.schedule.shape import shape_of
+from auto3d.schedule.shape import shape_of, shares_of
+from auto3d.share import Share, share_of
 from auto3d.simulate.costs import Costs, MessageCost, SharedMachine
 from auto3d.simulate.memory_timeline import BytesOverTime
 from auto3d.simulate.simulate import Timeline, simulate

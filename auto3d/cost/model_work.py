@@ -2,11 +2,11 @@
 
 from functools import lru_cache
 
-from auto3d.cost.share import WHOLE, Share, share_of
 from auto3d.cost.tables import WorkTables
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import Work, WorkAt
 from auto3d.plan import Plan, StagePlan
+from auto3d.share import WHOLE, Share, share_of
 
 
 class ModelWork:

@@ -9,10 +9,10 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from auto3d.cluster import Accelerator, Cluster, Link, NodeCollectives
-from auto3d.cost.share import WHOLE, Share
 from auto3d.cost.times import Times, TimesOf, before, times_of
 from auto3d.cost.work import Work, WorkAt
 from auto3d.errors import InputError
+from auto3d.share import WHOLE, Share
 
 SCHEMA = 2
 

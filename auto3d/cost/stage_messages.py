@@ -7,10 +7,10 @@ import numpy as np
 from auto3d.cluster import Cluster
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
-from auto3d.cost.share import Share, shares_of
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.plan import Plan
-from auto3d.schedule.shape import Shape
+from auto3d.schedule.shape import Shape, shares_of
+from auto3d.share import Share
 from auto3d.simulate.costs import MessageCost
 from auto3d.tensor.conversions import Collective
 

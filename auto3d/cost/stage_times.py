@@ -7,9 +7,9 @@ import numpy as np
 from auto3d.cluster import Accelerator
 from auto3d.cost.collectives import GroupLink
 from auto3d.cost.model_work import ModelWork
-from auto3d.cost.share import Share
 from auto3d.cost.sub_pipelined import Segment, sub_pipelined_s
 from auto3d.cost.times import TimesOf, times_of
+from auto3d.share import Share
 
 
 class StageTimes:

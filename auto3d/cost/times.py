@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from auto3d.cluster import Accelerator
-from auto3d.cost.share import Share
 from auto3d.cost.work import ALIGNED, Work
+from auto3d.share import Share
 from auto3d.tensor.conversions import Collective
 
 # Megatron-LM's fused softmax needs a number of matrices per rank that divides by 4. Otherwise four more kernels run:

@@ -17,13 +17,13 @@ import numpy as np
 
 from auto3d.capture.graph import Graph, GraphNode
 from auto3d.cost.memory.tensors import WITH_EARLIER, Tensors, tensors_of
-from auto3d.cost.share import Share
 from auto3d.cost.system_bytes import system_bytes
 from auto3d.cost.system_times import OWN
 from auto3d.cost.systems import System
+from auto3d.derived.local_graph import LocalGraph
 from auto3d.partition.stage import crossing_bytes
+from auto3d.share import Share
 from auto3d.tensor.conversions import CONVERSIONS, Collective, Conversion
-from auto3d.tensor.local_graph import LocalGraph
 
 PRECISION_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ELEMENT_BYTES = 4  # those of float32

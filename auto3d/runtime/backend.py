@@ -25,7 +25,6 @@ from auto3d.runtime.sub_pipelined_stage import SubPipelinedStage
 from auto3d.runtime.tensor_group import TensorGroup, TensorParallelRank
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import PipeStage, Program
-from auto3d.tensor.halves import SubPipelinedModel
 
 
 class Backend(Protocol):
@@ -120,14 +119,13 @@ class RealBackend:
         randomness: Randomness,
         group: TensorGroup | None,
     ) -> dict[PipeStage, RunnableStage]:
-        schedule, model = layout.schedule, layout.tensor
-        derived = None
-        if model is not None:
-            assert group is not None
-            derived = TensorParallelRank(model=model, group=group)
+        schedule, model = layout.schedule, layout.derived
+        of_shard = None
+        if model is not None and group is not None:
+            of_shard = TensorParallelRank(model=model, group=group)
         split = {o.stage for operations in schedule.operations for o in operations if o.kind is Kind.BACKWARD_INPUT}
         stage_type: Callable[..., Any] = partial(StageModule, compile=self.compile)
-        if isinstance(model, SubPipelinedModel):
+        if model is not None and model.half_of:
             stage_type = SubPipelinedStage
 
         def build(stage: Stage, captured: CapturedModel, derived: DerivedProgram | None) -> Any:
@@ -147,12 +145,12 @@ class RealBackend:
                 loss_scale=self.loss_scale,
             )
 
-        if layout.slices is None:
-            return {key: build(stage, layout.captured, derived) for key, stage in layout.stages.items()}
-        programs = layout.slices.programs
+        if model is None or model.share.slices == 1:
+            return {key: build(stage, layout.captured, of_shard) for key, stage in layout.stages.items()}
+        programs = model.programs
         return {
             (number, pipe): SlicedStage(
-                layout.slices,
+                model,
                 [stages[number] for stages in layout.stages_of_slices],
                 lambda stage, own: build(stage, programs[own.number], own),
             )

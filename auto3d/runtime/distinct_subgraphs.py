@@ -9,40 +9,39 @@ import torch
 from torch import fx
 
 from auto3d.capture.model import CapturedModel
+from auto3d.derived.model import Derived
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import stages_between
-from auto3d.tensor.model import TensorParallelModel
+from auto3d.share import WHOLE, Share
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSubgraphs:
     """The subgraphs of a model at one micro-batch size, as a rank runs them, with equal ones merged."""
 
-    captured: CapturedModel  # the local program of ``tensor``, if that is there
-    tensor: TensorParallelModel | None
-    sequence_parallel: bool
+    captured: CapturedModel  # the program of ``derived``, if that is there
+    derived: Derived | None  # None: a rank runs all of the model
     distinct: tuple[Stage, ...]  # one for each kind of subgraph
     kinds: tuple[int, ...]  # by subgraph, in the order of the model: its index in ``distinct``
 
     @property
-    def tp(self) -> int:
-        return 1 if self.tensor is None else self.tensor.shards
+    def share(self) -> Share:
+        return WHOLE if self.derived is None else self.derived.share
 
 
 def distinct_subgraphs(
     captured: CapturedModel,
     bounds: Sequence[int],
     *,
-    tensor: TensorParallelModel | None = None,
-    sequence_parallel: bool = False,
+    derived: Derived | None = None,
 ) -> ModelSubgraphs:
     """The subgraphs between ``bounds``. Two are equal if their operators, shapes and arguments are.
 
-    With ``tensor``, which was made from ``captured``, they are those of the program that one of its ranks runs.
+    With ``derived``, which was made from ``captured``, they are those of the program that one of its ranks runs.
     """
     plan = stages_between(bounds)
-    if tensor is not None:
-        captured, plan = tensor.local, tensor.stages(plan)
+    if derived is not None:
+        captured, plan = derived.program, derived.stages(plan)
     stages = cut(captured.graph, plan)
     numbers: dict[tuple, int] = {}
     distinct: list[Stage] = []
@@ -55,8 +54,7 @@ def distinct_subgraphs(
         kinds.append(numbers[signature])
     return ModelSubgraphs(
         captured=captured,
-        tensor=tensor,
-        sequence_parallel=sequence_parallel,
+        derived=derived,
         distinct=tuple(distinct),
         kinds=tuple(kinds),
     )

@@ -14,9 +14,9 @@ from torch import fx, nn
 
 from auto3d.capture.masks import ATTENTION
 from auto3d.capture.nodes import args_of
+from auto3d.derived.model import Derived
+from auto3d.derived.slice_operators import WITH_EARLIER
 from auto3d.runtime.randomness import Randomness
-from auto3d.sequence.operators import WITH_EARLIER
-from auto3d.sequence.sliced import SlicedModel
 
 
 class EarlierSlices:
@@ -115,7 +115,7 @@ class AttentionToEarlier(nn.Module):
 class SliceOfStage:
     """The program of slice ``number`` of ``model`` as a stage runs it; ``slices`` has what the stage keeps of them."""
 
-    model: SlicedModel
+    model: Derived
     number: int
     slices: EarlierSlices
 

@@ -173,7 +173,7 @@ class EmulatedBackend:
                 passes_of(
                     plan.stages[number],
                     of_program[number],
-                    layout.tensor,
+                    layout.derived,
                     costs,
                     parts=schedule.parts,
                     recompute=number in schedule.recompute,

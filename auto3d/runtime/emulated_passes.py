@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 
 from auto3d.cost.tables import without
 from auto3d.cost.work import TensorExchange, exchanges_of
+from auto3d.derived.local_graph import local_graphs
+from auto3d.derived.model import Derived
 from auto3d.partition.cost import PartitionCosts, analytic
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import Stage
@@ -12,9 +14,6 @@ from auto3d.partition.turns import HalfPiece, Handover, Turn, turns
 from auto3d.plan import StagePlan
 from auto3d.schedule.operation import Kind
 from auto3d.simulate.costs import Costs
-from auto3d.tensor.halves import SubPipelinedModel
-from auto3d.tensor.local_graph import local_graph
-from auto3d.tensor.model import TensorParallelModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ _BACKWARD = Kind.BACKWARD, Kind.BACKWARD_INPUT
 
 
 def passes_of(
-    plan: StagePlan, stage: Stage, tensor: TensorParallelModel | None, costs: Costs, *, parts: int, recompute: bool
+    plan: StagePlan, stage: Stage, derived: Derived | None, costs: Costs, *, parts: int, recompute: bool
 ) -> Passes:
     """The steps of each kind of operation of ``stage``, of the program that ranks run; ``plan`` is its part of a Plan.
 
@@ -43,13 +42,13 @@ def passes_of(
     """
     seconds = {kind: costs.times_of(kind)[stage.index] / parts for kind in Kind}
     passes: dict[Kind, tuple[EmulatedStep, ...]] = {kind: (EmulatedStep(each),) for kind, each in seconds.items()}
-    if tensor is None:
+    if derived is None or derived.share.tp == 1:
         return passes
-    rank = _RankProgram(tensor)
+    rank = _RankProgram(derived)
     for kinds, forward in ((_FORWARD, True), (_BACKWARD, False)):
         for kind in kinds:
-            if isinstance(tensor, SubPipelinedModel):
-                steps = rank.in_turns(tensor, plan, stage, forward=forward, recompute=recompute, again=kind)
+            if derived.half_of:
+                steps = rank.in_turns(derived, plan, stage, forward=forward, recompute=recompute, again=kind)
             else:
                 spans = without(plan.operations, plan.kept) if kind is Kind.RECOMPUTE else plan.operations
                 steps = rank.in_order(spans, forward=forward)
@@ -60,8 +59,8 @@ def passes_of(
 class _RankProgram:
     """The local Graph of a tensor-parallel model with the model's times and collectives of each node."""
 
-    def __init__(self, tensor: TensorParallelModel) -> None:
-        local = local_graph(tensor)
+    def __init__(self, derived: Derived) -> None:
+        (local,) = local_graphs(derived)
         self._graph = local.graph
         self._model: PartitionCosts = analytic(local.graph)
         self._number = {node.name: number for number, node in enumerate(local.graph.nodes)}
@@ -75,11 +74,11 @@ class _RankProgram:
         return self._through(numbers if forward else reversed(numbers), forward=forward)
 
     def in_turns(
-        self, tensor: SubPipelinedModel, plan: StagePlan, stage: Stage, *, forward: bool, recompute: bool, again: Kind
+        self, derived: Derived, plan: StagePlan, stage: Stage, *, forward: bool, recompute: bool, again: Kind
     ) -> list[EmulatedStep]:
         """The steps of a pass of two halves; ``again`` is the kind of the pass."""
         kept = plan.kept if recompute else [(0, len(self._graph.nodes))]
-        divided = turns(tensor.local, segments(self._graph, stage, kept), tensor.half_of)
+        divided = turns(derived.program, segments(self._graph, stage, kept), derived.half_of)
         steps: list[EmulatedStep] = []
         exchanging: dict[str, list[int]] = {}  # value, or gradient, that collectives make -> numbers of their steps
         for each in divided if forward else reversed(divided):

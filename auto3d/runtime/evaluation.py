@@ -154,9 +154,9 @@ class _Evaluation:
             device=rank.device,
         )
         tensor = None
-        if layout.tensor is not None:
+        if layout.derived is not None:
             assert rank.tensor_group is not None
-            tensor = TensorParallelRank(model=layout.tensor, group=rank.tensor_group)
+            tensor = TensorParallelRank(model=layout.derived, group=rank.tensor_group)
         constants = layout.captured.exported.constants
         used = {name for stage in layout.stages.values() for name in stage.state}
         self._constants = {name: value.to(rank.device) for name, value in constants.items() if name in used}

@@ -14,6 +14,7 @@ from math import prod
 from auto3d.capture.loss_terms import LossTerms, ScaledTerm, TargetTerm, loss_terms
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.shard import Shard
+from auto3d.derived.model import Derived
 from auto3d.errors import InputError
 from auto3d.mesh import PIPELINE, REPLICA, TENSOR
 from auto3d.partition.stage import Stage, Transfer, cut
@@ -28,8 +29,6 @@ from auto3d.schedule.asynchronous import check_trainable, iterations_between_flu
 from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.schedule.operation import Kind, Schedule
 from auto3d.schedule.program import PipeStage
-from auto3d.sequence.sliced import SlicedModel
-from auto3d.tensor.model import TensorParallelModel
 from auto3d.tensor_placement import WHOLE, PlacementKind, TensorPlacement
 
 
@@ -58,9 +57,7 @@ class RankLayout:
 
     captured: CapturedModel  # for the samples of this rank's slice of a micro-batch, and its shard of the weights
     plan: Plan  # its stages cut the graph of this capture
-    tensor: TensorParallelModel | None  # there if and only if tp is not 1; ``captured`` is then its local program
-    slices: SlicedModel | None
-    """There if and only if the schedule runs slices of the sequence; ``captured`` is then the last one's program."""
+    derived: Derived | None  # None: the rank runs all of the model; else ``captured`` is its program
     schedules: tuple[Schedule, ...]  # run one after the other; they differ only in their number of iterations
     device: int  # pipeline device, from 0
     pipeline: int  # number of the pipeline, from 0
@@ -142,7 +139,7 @@ class RankLayout:
 
     def placement_of(self, name: str) -> TensorPlacement:
         """How the ranks of a tensor-parallel group hold a parameter or buffer."""
-        return WHOLE if self.tensor is None else self.tensor.placements[name]
+        return WHOLE if self.derived is None else self.derived.placements[name]
 
     def shard_of(self, name: str) -> Shard | None:
         """The shard that this rank holds of a parameter or buffer; None if it holds the whole of it."""
@@ -236,7 +233,8 @@ def lay_out_plan(
     if settings.emulation is not None:
         settings.emulation.check_fits(plan.stages)
     program = rank_program(captured, plan, 1)
-    of_ranks = stages if program.tensor is None else cut(program.captured.graph, program.plan.stages)
+    is_sharded = program.derived is not None and first.slices == 1
+    of_ranks = cut(program.captured.graph, program.plan.stages) if is_sharded else stages
     has_terms = settings.emulation is None and settings.loss_mean != SUMMED_ITEMS
     return PlanLayout(
         captured=captured,
@@ -278,14 +276,15 @@ def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
     captured, plan = program.captured, program.plan
     stages = common.stages if captured is common.captured else cut(captured.graph, plan.stages)
     names = {*captured.graph.parameters, *captured.graph.buffers}
-    of_slices = () if program.slices is None else tuple(stages_of_slices(program.slices, common.plan.stages))
+    model, of_slices = program.derived, list[tuple[Stage, ...]]()
+    if model is not None and model.share.slices > 1:
+        of_slices = stages_of_slices(model, common.plan.stages)
     if common.settings.emulation is not None:
         stages, names = common.settings.emulation.stages(stages), set()
     return RankLayout(
         captured=captured,
         plan=plan,
-        tensor=program.tensor,
-        slices=program.slices,
+        derived=model,
         schedules=common.schedules,
         device=device,
         pipeline=place[PIPELINE],
@@ -294,7 +293,7 @@ def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
         shard=place[TENSOR],
         model_stages=stages,
         stages={each: stages[each[0]] for each, home in common.schedule.device_of.items() if home == device},
-        stages_of_slices=of_slices,
+        stages_of_slices=tuple(of_slices),
         peers=tuple(mesh.at(pipeline=place[PIPELINE], tensor=place[TENSOR]) for mesh in plan.meshes),
         sample_dimensions=common.sample_dimensions,
         samples=common.captured.graph.micro_batch_size,
@@ -305,12 +304,12 @@ def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
     )
 
 
-def stages_of_slices(model: SlicedModel, stages: Sequence[StagePlan]) -> list[tuple[Stage, ...]]:
+def stages_of_slices(model: Derived, stages: Sequence[StagePlan]) -> list[tuple[Stage, ...]]:
     """Per slice, the stages of its program that match ``stages`` of the whole model.
 
     Raises PlanError if slices would exchange different values.
     """
-    found = [cut(program.graph, model.stages(number, stages)) for number, program in enumerate(model.programs)]
+    found = [cut(program.graph, model.stages(stages, number)) for number, program in enumerate(model.programs)]
     for same in zip(*found, strict=True):
         for one in same:
             for mine, last in zip_longest(one.received, same[-1].received):

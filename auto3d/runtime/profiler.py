@@ -18,6 +18,7 @@ from auto3d.cluster import NodeCollectives
 from auto3d.cost.profile import MessageTimes, ModelTimes
 from auto3d.cost.work import exchanges_of
 from auto3d.data import Batches, DataSettings
+from auto3d.derived.local_graph import local_graphs
 from auto3d.runtime.arithmetic import set_arithmetic
 from auto3d.runtime.distinct_subgraphs import ModelSubgraphs
 from auto3d.runtime.gradient_sync import GradientSync, Holders
@@ -30,7 +31,6 @@ from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.subgraph_timing import MIN_REPETITIONS, Seconds, SubgraphRun, subgraph_times, time_subgraph
 from auto3d.runtime.world import World, join
 from auto3d.tensor.conversions import Collective
-from auto3d.tensor.local_graph import local_graph
 
 ROUNDS = 5  # rounds of measurements; the fastest counts, because other programs on the machine only add time
 LOAD_S = 0.4  # seconds in each round during which ranks compute at the same time
@@ -88,8 +88,8 @@ _Key = tuple[str, Shard | None]  # name of a parameter or buffer, and the shard 
 
 def _key(name: str, model: ModelSubgraphs) -> _Key:
     """What the first rank of ``model`` holds of ``name``."""
-    split = None if model.tensor is None else model.tensor.placements[name].split
-    return name, None if split is None else Shard(split, 0, model.tp)
+    split = None if model.derived is None else model.derived.placements[name].split
+    return name, None if split is None else Shard(split, 0, model.share.tp)
 
 
 class _Profiler:
@@ -141,15 +141,15 @@ class _Profiler:
                 if self._is_first:
                     rounds[kind].append(time_subgraph(one, other, self._ranks.clock))
                 self._ranks.barrier()
-                degree = f", tp {model.tp}" if model.tp > 1 else ""
+                degree = f", tp {model.share.tp}" if model.share.tp > 1 else ""
                 self._report(f"micro-batch of {one.samples}{degree}: {one.name}")
         return ModelTimes(
             micro_batch_size=model.captured.graph.micro_batch_size,
             graph=model.captured.graph.fingerprint,
             kinds=model.kinds,
             subgraphs=tuple(subgraph_times(run, times) for run, times in zip(whole, rounds, strict=True)),
-            tp=model.tp,
-            sequence_parallel=model.sequence_parallel,
+            tp=model.share.tp,
+            sequence_parallel=model.share.sequence_parallel,
         )
 
     def slowdown(self) -> tuple[float, ...]:
@@ -158,7 +158,7 @@ class _Profiler:
         It follows from how often the ranks get through the subgraphs of the largest micro-batch in equal times.
         """
         size = self._ranks.world.size
-        whole = [model for model in self._models if model.tensor is None]
+        whole = [model for model in self._models if model.derived is None]
         runs = self._runs(max(whole, key=lambda model: model.captured.graph.micro_batch_size))
         counts = rank_counts(size, least=1)
         rates = dict.fromkeys(counts, 0.0)
@@ -180,8 +180,9 @@ class _Profiler:
         """Times at usual sizes and at those of the models' tensor-parallel programs."""
         sizes: dict[Collective, set[int]] = {}
         for model in self._models:
-            for one in () if model.tensor is None else exchanges_of(local_graph(model.tensor), 1.0):
-                sizes.setdefault(one.collective, set()).add(int(one.size))
+            for local in () if model.derived is None else local_graphs(model.derived):
+                for one in exchanges_of(local, 1.0):
+                    sizes.setdefault(one.collective, set()).add(int(one.size))
         times = time_collectives(self._ranks, sizes)
         self._report("collectives")
         return times

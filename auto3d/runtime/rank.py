@@ -17,9 +17,9 @@ from auto3d.capture.shard import Shard
 from auto3d.cost.memory.device import DeviceMemory
 from auto3d.cost.memory.plan import PlanMemory
 from auto3d.cost.model_work import ModelWork
-from auto3d.cost.share import Share, shares_of
 from auto3d.cost.work import Work, work_of, work_of_local
 from auto3d.data import BatchSlice, DataSettings, TrainingData
+from auto3d.derived.local_graph import local_graphs
 from auto3d.plan import Plan
 from auto3d.runtime.agreement import check_agreement, check_same_plan
 from auto3d.runtime.backend import Backend, RealBackend, trained_parameters
@@ -53,7 +53,8 @@ from auto3d.schedule.check import check
 from auto3d.schedule.lowering import lower
 from auto3d.schedule.operation import Schedule
 from auto3d.schedule.program import PipeStage, Program
-from auto3d.sequence.slice_graphs import slice_graphs
+from auto3d.schedule.shape import shares_of
+from auto3d.share import Share
 
 _CAUSE_OF_SEED = (
     "the model's initialisation does not follow from training.seed alone, but depends on the rank, the time or a "
@@ -311,8 +312,8 @@ def predicted_memory(captured: CapturedModel, plan: Plan, settings: TrainingSett
     """The estimate for each pipeline device of ``plan``, from the Graphs that its ranks run of ``captured``."""
     options = memory_options(settings.optimizer, settings.device, captured.graph.precision, lambda: captured.graph)
     program = rank_program(captured, plan, 1)
-    if program.slices is not None:
-        graphs, whole = slice_graphs(program.slices), _work_of(captured.graph)
+    if program.derived is not None and program.derived.share.slices > 1:
+        graphs, whole = local_graphs(program.derived), _work_of(captured.graph)
         made = (work_of_local(whole, graph, precision=graph.graph.precision) for graph in graphs)
         of_shares = dict(zip(shares_of(plan), made, strict=True))
         work = ModelWork(lambda samples, share: of_shares.get(share, whole), options)

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from auto3d.capture.model import CapturedModel
+from auto3d.derived.model import Derived
+from auto3d.derived.of_share import derived
 from auto3d.partition.samples import made_from_samples, sample_dimensions
 from auto3d.partition.stage import Stage, same_stages
-from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan, PlanError
+from auto3d.plan import SUB_PIPELINED, Plan, PlanError
 from auto3d.schedule import check_slices
 from auto3d.schedule.operation import Schedule
-from auto3d.schedule.shape import shape_of
-from auto3d.sequence.sliced import SlicedModel, sliced
-from auto3d.tensor.halves import sub_pipelined
-from auto3d.tensor.model import TensorParallelModel, tensor_parallel
+from auto3d.schedule.shape import shares_of
+from auto3d.share import WHOLE, Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +21,7 @@ class RankProgram:
 
     captured: CapturedModel
     plan: Plan  # its stages cut the graph of ``captured``
-    tensor: TensorParallelModel | None  # there if and only if tp is not 1; ``captured`` is then its local program
-    slices: SlicedModel | None = None
-    """There if and only if the schedule runs slices of the sequence; ``captured`` is then the program of the last one,
-    whose attention takes most."""
+    derived: Derived | None = None  # None: the rank runs all of the model; else ``captured`` is its program
 
 
 def rank_program(captured: CapturedModel, plan: Plan, replicas: int) -> RankProgram:
@@ -33,44 +30,29 @@ def rank_program(captured: CapturedModel, plan: Plan, replicas: int) -> RankProg
     A process derives each program once; processes forked later share it. Raises InputError if the model cannot run a
     slice of its samples or of its sequence, or if the plan's split does not fit it.
     """
-    if (slices := shape_of(plan).slices) > 1:
-        model = _sliced_once(captured, plan, slices)
-        last, stages = model.programs[-1], model.stages(slices - 1, plan.stages)
-        return RankProgram(captured=last, plan=replace(plan, stages=stages), tensor=None, slices=model)
-    of_all = captured
+    of_all, share = captured, shares_of(plan)[0]
+    if share.slices > 1:
+        check_slices(plan.schedule, tp=plan.tp, replicated=any(stage.replicas > 1 for stage in plan.stages))
     captured, plan = captured_slice(captured, plan, replicas)
-    if plan.tp == 1:
-        return RankProgram(captured=captured, plan=plan, tensor=None)
-    tensor = _derived_once(captured, plan)
-    if replicas > 1 and not _derived_once(of_all, plan).local.graph.same_operations(tensor.local.graph):
+    if share == WHOLE:
+        return RankProgram(captured=captured, plan=plan)
+    model = _derived_once(captured, plan, share)
+    if replicas > 1 and not _derived_once(of_all, plan, share).program.graph.same_operations(model.program.graph):
         raise PlanError(
             f"split: tensor parallelism runs other operations on {captured.graph.micro_batch_size} samples, which each "
             f"of {replicas} replicas takes, than on {of_all.graph.micro_batch_size}; use stages without replicas"
         )
-    graph, stages = tensor.local.graph.fingerprint, tensor.stages(plan.stages)
-    return RankProgram(captured=tensor.local, plan=replace(plan, graph=graph, stages=stages), tensor=tensor)
+    plan = replace(plan, graph=model.program.graph.fingerprint, stages=model.stages(plan.stages))
+    return RankProgram(captured=model.program, plan=plan, derived=model)
 
 
-def _sliced_once(captured: CapturedModel, plan: Plan, slices: int) -> SlicedModel:
-    check_slices(plan.schedule, tp=plan.tp, replicated=any(stage.replicas > 1 for stage in plan.stages))
-    key = "slices of the sequence", slices
+def _derived_once(captured: CapturedModel, plan: Plan, share: Share) -> Derived:
+    key = share, frozenset(plan.split.items()), plan.tensor_overlap
     if key not in captured.derived:
-        captured.derived[key] = sliced(captured, slices)
-    found: SlicedModel = captured.derived[key]
+        halves = plan.tensor_overlap == SUB_PIPELINED
+        captured.derived[key] = derived(captured, share, split=plan.split, halves=halves)
+    found: Derived = captured.derived[key]
     return found
-
-
-def _derived_once(captured: CapturedModel, plan: Plan) -> TensorParallelModel:
-    key = (plan.tp, frozenset(plan.split.items()), plan.sequence_parallel, plan.tensor_overlap)
-    if key not in captured.derived:
-        if plan.tensor_overlap == SUB_PIPELINED:
-            derived: TensorParallelModel = sub_pipelined(
-                _derived_once(captured, replace(plan, tensor_overlap=NO_OVERLAP))
-            )
-        else:
-            derived = tensor_parallel(captured, plan.tp, split=plan.split, sequence_parallel=plan.sequence_parallel)
-        captured.derived[key] = derived
-    return captured.derived[key]
 
 
 def captured_slice(captured: CapturedModel, plan: Plan, replicas: int) -> tuple[CapturedModel, Plan]:
@@ -148,7 +130,7 @@ def resplit_dimensions(captured: CapturedModel, plan: Plan, stages: Sequence[Sta
     dimensions, from_samples = sample_dimensions(graph, smaller), made_from_samples(graph)
     for transfer in transfers:
         name = transfer.value.name
-        placed = None if program.tensor is None else program.tensor.placements[name].split
+        placed = None if program.derived is None else program.derived.placements[name].split
         if placed is not None and placed.dim == dimensions.get(name):
             raise PlanError(
                 f"stages: {transfer.source} sends {name} to stage {transfer.target}, which has another number of "

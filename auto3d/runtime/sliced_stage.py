@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from auto3d.derived.model import Derived
 from auto3d.partition.stage import Stage
 from auto3d.runtime.earlier_slices import EarlierSlices, SliceOfStage
 from auto3d.runtime.stage import StageModule
-from auto3d.sequence.sliced import SlicedModel
 
 
 class SlicedStage:
@@ -19,7 +19,7 @@ class SlicedStage:
     """
 
     def __init__(
-        self, model: SlicedModel, stages: Sequence[Stage], build: Callable[[Stage, SliceOfStage], StageModule]
+        self, model: Derived, stages: Sequence[Stage], build: Callable[[Stage, SliceOfStage], StageModule]
     ) -> None:
         """``stages`` has this stage in the program of each slice."""
         self.stage = stages[-1]

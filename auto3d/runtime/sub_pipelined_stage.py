@@ -31,7 +31,6 @@ from auto3d.runtime.tensor_group import Action, Pending, TensorParallelRank, bac
 from auto3d.runtime.weight_gradients import DeferredGradients, WeightGradientsAtOnce
 from auto3d.runtime.weight_versions import WeightVersions
 from auto3d.tensor.collectives import conversion_of, split_of
-from auto3d.tensor.halves import SubPipelinedModel
 
 
 class _Values:
@@ -134,7 +133,7 @@ class _HalvesInFlight:
 
 
 class SubPipelinedStage:
-    """Runs one stage of a SubPipelinedModel, one micro-batch at a time; the arguments are those of a StageModule.
+    """Runs one stage of a program in halves, one micro-batch at a time; the arguments are those of a StageModule.
 
     Each half runs in turns with the other, in the forward, the backward and recomputation. A collective begins when its
     value is complete, and is awaited when its result is first needed.
@@ -158,7 +157,7 @@ class SubPipelinedStage:
         loss_scale: LossScale | None = None,
     ) -> None:
         assert isinstance(derived, TensorParallelRank)
-        assert isinstance(derived.model, SubPipelinedModel)
+
         group, half_of = derived.group, derived.model.half_of
         self.stage = stage
         self.losses: dict[int, torch.Tensor] = {}  # micro-batch -> its weighted loss, until it is taken

@@ -109,8 +109,8 @@ class SubgraphRun:
     ) -> None:
         captured, graph = model.captured, model.captured.graph
         tensor = None
-        if model.tensor is not None:
-            tensor = TensorParallelRank(model=model.tensor, group=SilentGroup(model.tp))
+        if model.derived is not None:
+            tensor = TensorParallelRank(model=model.derived, group=SilentGroup(model.share.tp))
         inside = set(stage.nodes)
         modules = [node.module for node in graph.nodes if node.name in inside and not node.from_inputs and node.module]
         self.name, self.samples = modules[0] if modules else stage.nodes[0], graph.micro_batch_size

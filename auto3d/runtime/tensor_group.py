@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from auto3d.capture.shard import Shard, joined
+from auto3d.derived.model import Derived
 from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import waiting_for
@@ -24,7 +25,6 @@ from auto3d.tensor.collectives import (
     conversion_of,
     split_of,
 )
-from auto3d.tensor.model import TensorParallelModel
 from auto3d.tensor_placement import PlacementKind, Split
 
 _MEAN, _SUM = 1, 2  # torch's numbers of reductions; 0 is none
@@ -118,7 +118,7 @@ class ProcessTensorGroup:
 class TensorParallelRank:
     """The program of ``model`` as this rank of ``group`` runs it."""
 
-    model: TensorParallelModel
+    model: Derived
     group: TensorGroup
 
     def module_of(self, node: fx.Node, number: int, randomness: Randomness) -> nn.Module | None:

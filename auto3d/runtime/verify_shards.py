@@ -17,6 +17,8 @@ from auto3d.capture.empty import buffers_of, moved
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.shard import Shard, joined
 from auto3d.data import DataSettings
+from auto3d.derived.halves import DROPOUT_MASK
+from auto3d.derived.model import Derived
 from auto3d.errors import InputError
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import cut
@@ -37,8 +39,6 @@ from auto3d.runtime.verify import (
     randomness_of_one,
 )
 from auto3d.tensor.collectives import CONVERSION_BETWEEN, conversion_of, split_of
-from auto3d.tensor.halves import DROPOUT_MASK, SubPipelinedModel
-from auto3d.tensor.model import TensorParallelModel
 from auto3d.tensor_placement import WHOLE, PlacementKind, TensorPlacement
 
 Tensors = Mapping[str, torch.Tensor]
@@ -48,7 +48,7 @@ class ShardsDifferError(InputError):
     """The ranks of a tensor-parallel group would not compute what one process does."""
 
 
-def check_shards(model: TensorParallelModel, data: DataSettings, *, seed: int, device: torch.device) -> None:
+def check_shards(model: Derived, data: DataSettings, *, seed: int, device: torch.device) -> None:
     """Raise ShardsDifferError unless all shards of ``model`` together do what the whole program does.
 
     They are compared on one micro-batch, with the bounds of ``verify.check_against_eager``; the padding of a gradient
@@ -62,12 +62,12 @@ def check_shards(model: TensorParallelModel, data: DataSettings, *, seed: int, d
         tensors = dict(module.named_parameters()) | buffers_of(module)
         batch = one_batch(model.whole, data, seed=seed, device=device)
         whole = _run(model.whole, _state_of(model.whole, tensors, device), batch, device, None)
-        outcomes = Lockstep[Computed](model.shards).run(partial(_run_shard, model, tensors, batch, device))
+        outcomes = Lockstep[Computed](model.share.tp).run(partial(_run_shard, model, tensors, batch, device))
         if (difference := _difference(model, outcomes, whole)) is None:
             return
         place = _first_value_that_differs(model, tensors, batch, device)
     raise ShardsDifferError(
-        f"tensor parallelism over {model.shards} ranks changes what {type(module).__name__} computes: {difference}"
+        f"tensor parallelism over {model.share.tp} ranks changes what {type(module).__name__} computes: {difference}"
         f"{place}; set plan.tp=1, or split other weights"
     )
 
@@ -81,24 +81,24 @@ def _state_of(captured: CapturedModel, tensors: Tensors, device: torch.device) -
     return state
 
 
-def _shards_of(model: TensorParallelModel, tensors: Tensors, shard: int) -> dict[str, torch.Tensor]:
+def _shards_of(model: Derived, tensors: Tensors, shard: int) -> dict[str, torch.Tensor]:
     """What ``shard`` has of ``tensors``."""
     return {
-        name: tensor if (split := _split(model, name)) is None else Shard(split, shard, model.shards).of(tensor)
+        name: tensor if (split := _split(model, name)) is None else Shard(split, shard, model.share.tp).of(tensor)
         for name, tensor in tensors.items()
     }
 
 
-def _split(model: TensorParallelModel, name: str) -> Any:
+def _split(model: Derived, name: str) -> Any:
     return model.placements.get(name, WHOLE).split
 
 
 def _run_shard(
-    model: TensorParallelModel, tensors: Tensors, batch: Tensors, device: torch.device, group: LockstepGroup
+    model: Derived, tensors: Tensors, batch: Tensors, device: torch.device, group: LockstepGroup
 ) -> Computed:
     with torch.no_grad():
-        state = _state_of(model.local, _shards_of(model, tensors, group.shard), device)
-    return _run(model.local, state, batch, device, _DrawnTogether(model=model, group=group))
+        state = _state_of(model.program, _shards_of(model, tensors, group.shard), device)
+    return _run(model.program, state, batch, device, _DrawnTogether(model=model, group=group))
 
 
 def _run(
@@ -109,7 +109,7 @@ def _run(
     tensor: TensorParallelRank | None,
 ) -> Computed:
     (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
-    halved = tensor is not None and isinstance(tensor.model, SubPipelinedModel)
+    halved = tensor is not None and tensor.model.half_of
     running = (SubPipelinedStage if halved else StageModule)(
         stage, captured, state, loss_weight=1.0, randomness=randomness_of_one(device), device=device, derived=tensor
     )
@@ -122,10 +122,10 @@ def _run(
     )
 
 
-def _difference(model: TensorParallelModel, outcomes: list[Computed], whole: Computed) -> Difference | str | None:
+def _difference(model: Derived, outcomes: list[Computed], whole: Computed) -> Difference | str | None:
     """The first of the shards' losses, gradients and buffers that differ from those of the whole program."""
     wider = coarseness_of(model.whole)
-    shards = range(model.shards)
+    shards = range(model.share.tp)
     for shard in shards:
         if difference := difference_of(f"the loss of shard {shard}", outcomes[shard].loss, whole.loss, 1.0, wider):
             return difference
@@ -135,7 +135,7 @@ def _difference(model: TensorParallelModel, outcomes: list[Computed], whole: Com
             continue
         placed = model.placements[name]
         kind = PlacementKind.PARTIAL if placed.kind is PlacementKind.COPIED else placed.kind
-        found = [_or_zeros(outcome.gradients[name], expected, placed, model.shards) for outcome in outcomes]
+        found = [_or_zeros(outcome.gradients[name], expected, placed, model.share.tp) for outcome in outcomes]
         for what, value in _assembled(f"the gradient of {name}", TensorPlacement(kind, placed.split), found):
             if difference := difference_of(what, value, expected, scale, wider):
                 return difference
@@ -179,7 +179,7 @@ class _DrawnTogether(TensorParallelRank):
         original = next(each for each in self.model.whole.exported.program.nodes if each.name == node.name)
         if node.target is DROPOUT_MASK:
             return _GatheredMask(original, self.model.placements[node.name], self.group, number, randomness)
-        exported, placements = self.model.local.exported, self.model.placements
+        exported, placements = self.model.program.exported, self.model.placements
         state = {**exported.parameters, **exported.buffers}  # by placeholder, where placements go by name
         placed = {**placements, **{placeholder: placements[name] for placeholder, name in state.items()}}
         return _Gathered(node, original, placed, self.group, number, randomness)
@@ -250,19 +250,17 @@ def _tensors_of(node: fx.Node) -> list[fx.Node]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
 
 
-def _first_value_that_differs(
-    model: TensorParallelModel, tensors: Tensors, batch: Tensors, device: torch.device
-) -> str:
+def _first_value_that_differs(model: Derived, tensors: Tensors, batch: Tensors, device: torch.device) -> str:
     """``, first in NAME (OPERATOR)``, the first value of the whole program that the shards do not have; or ""."""
     expected = _values(model.whole, _state_of(model.whole, tensors, device), batch, device, None)
 
     def run(group: LockstepGroup) -> dict[str, torch.Tensor]:
-        state = _state_of(model.local, _shards_of(model, tensors, group.shard), device)
-        return _values(model.local, state, batch, device, _DrawnTogether(model=model, group=group))
+        state = _state_of(model.program, _shards_of(model, tensors, group.shard), device)
+        return _values(model.program, state, batch, device, _DrawnTogether(model=model, group=group))
 
-    shards = Lockstep[dict[str, torch.Tensor]](model.shards).run(run)
+    shards = Lockstep[dict[str, torch.Tensor]](model.share.tp).run(run)
     wider = coarseness_of(model.whole)
-    masks = {node.name for node in model.local.exported.program.nodes if node.target is DROPOUT_MASK}
+    masks = {node.name for node in model.program.exported.program.nodes if node.target is DROPOUT_MASK}
     for node in model.whole.exported.program.nodes:
         if node.name in masks or node.name not in expected or any(node.name not in values for values in shards):
             continue

@@ -10,6 +10,7 @@ import torch
 
 from auto3d.capture.model import CapturedModel
 from auto3d.data import DataSettings
+from auto3d.derived.model import Derived
 from auto3d.errors import InputError
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
@@ -17,14 +18,13 @@ from auto3d.runtime.layout import stages_of_slices, terms_of_slice
 from auto3d.runtime.sliced_stage import SlicedStage
 from auto3d.runtime.stage import RunnableStage, StageModule
 from auto3d.runtime.verify import Computed, built_state, coarseness_of, one_batch, randomness_of_one
-from auto3d.sequence.sliced import SlicedModel
 
 
 class SlicesDifferError(InputError):
     """The slices of the sequence would not compute what the whole program does."""
 
 
-def check_slices(model: SlicedModel, data: DataSettings, *, seed: int, device: torch.device) -> None:
+def check_slices(model: Derived, data: DataSettings, *, seed: int, device: torch.device) -> None:
     """Raise SlicesDifferError unless all slices of ``model`` together do what the whole program does.
 
     They are compared on one micro-batch, with the bounds of ``verify.check_against_eager``. If the program computes in
@@ -38,8 +38,8 @@ def check_slices(model: SlicedModel, data: DataSettings, *, seed: int, device: t
         wider = coarseness_of(model.whole)
         if (difference := slices.difference(whole, dict.fromkeys(whole.gradients, wider))) is not None:
             raise SlicesDifferError(
-                f"schedule: {model.slices} slices of the sequence change what the model computes: {difference}; use a "
-                "schedule without slices, such as 1f1b"
+                f"schedule: {model.share.slices} slices of the sequence change what the model computes: {difference}; "
+                "use a schedule without slices, such as 1f1b"
             )
 
 
@@ -61,11 +61,11 @@ def _whole(
 
 
 def _in_slices(
-    model: SlicedModel, state: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor], device: torch.device
+    model: Derived, state: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor], device: torch.device
 ) -> Computed:
     state = _copied(state)
     everything = stages_between([0, len(model.whole.graph.nodes)])
-    randomness, terms = randomness_of_one(device), terms_of_slice(model.whole, model.slices).counted
+    randomness, terms = randomness_of_one(device), terms_of_slice(model.whole, model.share.slices).counted
     running = SlicedStage(
         model,
         [stage for (stage,) in stages_of_slices(model, everything)],
@@ -73,14 +73,14 @@ def _in_slices(
             stage,
             model.programs[own.number],
             state,
-            loss_weight=1 / model.slices,
+            loss_weight=1 / model.share.slices,
             randomness=randomness,
             device=device,
             derived=own,
             terms=terms,
         ),
     )
-    return _computed(running, model.slices, state, batch)
+    return _computed(running, model.share.slices, state, batch)
 
 
 def _copied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.in_flight import in_flight
 from auto3d.schedule.operation import Kind, Schedule
 from auto3d.schedule.options import RECOMPUTE, SYNC, recomputing
+from auto3d.share import Share, share_of
 
 PERIODS = 2  # every periodic schedule repeats itself after this many periods
 
@@ -153,3 +154,11 @@ def listed(listing: Listing) -> Schedule:
     """The schedule of ``listing``, with all its operations."""
     name, devices, micro_batches, options = listing
     return build_schedule(name, devices=devices, micro_batches=micro_batches, **dict(options))
+
+
+def shares_of(plan: Plan) -> tuple[Share, ...]:
+    """The shares of the operations that run a micro-batch on one rank of ``plan``: one for each slice, in order."""
+    slices = shape_of(plan).slices
+    if slices == 1:
+        return (share_of(plan),)
+    return tuple(Share(slices=slices, slice_number=number) for number in range(slices))

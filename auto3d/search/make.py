@@ -9,7 +9,6 @@ from typing import Any
 from auto3d.cost.memory.device import in_gib
 from auto3d.cost.memory.plan import PlanMemory
 from auto3d.cost.model import CostModel
-from auto3d.cost.share import Share
 from auto3d.errors import InputError
 from auto3d.partition.methods import METHODS, STAGE_METHODS, method_named
 from auto3d.partition.recompute import keep_last, kept_fractions
@@ -33,6 +32,7 @@ from auto3d.search.synthesized import (
     options_of_file,
     seed_candidates,
 )
+from auto3d.share import Share, share_of
 from auto3d.simulate.costs_text import write_times
 from auto3d.tensor_placement import Split
 
@@ -210,7 +210,7 @@ class PlanMaker:
                 pp=candidate.pp,
             ),
             seed=self.workload.seed,
-            split=self._split(samples, Share(tp=candidate.tp, sequence_parallel=choices["sequence_parallel"])),
+            split=self._split(samples, share_of(candidate)),
         )
         if candidate.replicas == UNEVEN:
             plan = self._unevenly(candidate, plan, form, samples)
@@ -264,7 +264,7 @@ class PlanMaker:
         key = samples, share
         if key not in self._splits:
             try:
-                self._splits[key] = self.planned.split(samples, share.tp, share.sequence_parallel)
+                self._splits[key] = self.planned.split(samples, share)
             except InputError as error:
                 self._splits[key] = error
         found = self._splits[key]

@@ -9,7 +9,6 @@ from typing import Protocol
 
 from auto3d.capture.graph import Graph
 from auto3d.cost.layers import Layer
-from auto3d.cost.share import WHOLE, Share
 from auto3d.cost.times import TimesOf
 from auto3d.cost.work import Work, WorkAt
 from auto3d.partition.outline import Outline, outline_of
@@ -18,6 +17,7 @@ from auto3d.partition.stage import cut
 from auto3d.plan import PlanError, StagePlan
 from auto3d.schedule.asynchronous import check_trainable
 from auto3d.schedule.operation import Schedule
+from auto3d.share import WHOLE, Share
 from auto3d.tensor_placement import Split
 
 
@@ -40,8 +40,8 @@ class PlannedModel(Protocol):
         """The value of ``Plan.graph`` for this number of samples."""
         ...
 
-    def split(self, samples: int, tp: int, sequence_parallel: bool) -> dict[str, Split]:
-        """The value of ``Plan.split`` for this number of samples; raises InputError if a rule is not possible."""
+    def split(self, samples: int, share: Share) -> dict[str, Split]:
+        """The value of ``Plan.split`` for ``share``; raises InputError if a rule is not possible."""
         ...
 
     def cuts(self, samples: int) -> Sequence[int]:
@@ -73,7 +73,7 @@ class PlannedGraphs:
         graph_at: Callable[[int], Graph],
         work: Callable[[Graph], Work],
         cuts: Callable[[Graph], Sequence[int]],
-        split: Callable[[int, int, bool], dict[str, Split]],
+        split: Callable[[int, Share], dict[str, Split]],
         share_work: WorkAt | None = None,
     ) -> None:
         """``split`` has the arguments and the result of the method of that name; ``share_work`` those of ``work``, for
@@ -133,7 +133,7 @@ class PlannedLayers:
     def fingerprint(self, samples: int) -> str:
         return f"{self._digest} {samples}"
 
-    def split(self, samples: int, tp: int, sequence_parallel: bool) -> dict[str, Split]:
+    def split(self, samples: int, share: Share) -> dict[str, Split]:
         return {}  # plans of measured layers are only predicted
 
     def cuts(self, samples: int) -> Sequence[int]:

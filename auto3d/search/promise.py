@@ -10,7 +10,6 @@ from itertools import product
 from math import inf
 
 from auto3d.cost.collectives import GroupLink
-from auto3d.cost.share import Share
 from auto3d.errors import InputError
 from auto3d.plan import SUB_PIPELINED
 from auto3d.schedule import SCHEDULES, parse_schedule
@@ -20,6 +19,7 @@ from auto3d.search.make import PlanMaker
 from auto3d.search.placement import place
 from auto3d.search.recompute import FULL, NONE, schedule_options
 from auto3d.search.space import Domain
+from auto3d.share import Share, share_of
 
 _ROUNDING = 1 - 1e-9  # a plan adds the same times in a different order
 _OF_TIME = tuple(name for name in CHOICES if AXES[name].bounds_time)
@@ -67,7 +67,7 @@ class Promises:
         nothing, divided such that all stages hold equally much for the micro-batches that they have in flight.
         """
         try:
-            whole = self._bytes(candidate.micro_batch_size, _share(candidate))
+            whole = self._bytes(candidate.micro_batch_size, share_of(candidate))
             stages = self._least_stages(candidate) if candidate.recompute == NONE else inf
         except InputError:
             return 0.0
@@ -89,7 +89,7 @@ class Promises:
     def expected_bytes(self, candidate: Candidate) -> float:
         """An estimate of the bytes on the fullest device, for the order in which candidates are tried."""
         try:
-            whole = self._bytes(candidate.micro_batch_size, _share(candidate))
+            whole = self._bytes(candidate.micro_batch_size, share_of(candidate))
         except InputError:
             return inf
         in_flight = min(self._micro_batches(candidate), candidate.pp)
@@ -108,7 +108,7 @@ class Promises:
         in_parts = family is not None and (family.sliced or "scale" in options)  # a part takes a time of its own
         if family is None or in_parts or self._model.method not in _AT_LEAST_THE_MEAN or candidate.replicas != EQUAL:
             return 0.0
-        share = _share(candidate)
+        share = share_of(candidate)
         halved = candidate.tp > 1 and candidate.tensor_overlap == SUB_PIPELINED
         try:
             times = [self._pass_s(candidate.micro_batch_size, share, link, halved) for link in links]
@@ -136,7 +136,3 @@ class Promises:
         """Seconds of a forward, a backward and a recomputation of the whole model on the fastest kind of device."""
         times = [self._model.whole_pass_s(samples, share, kind, link, halved=halved) for kind in self._kinds]
         return min(t[0] for t in times), min(t[1] for t in times), min(t[2] for t in times)
-
-
-def _share(candidate: Candidate) -> Share:
-    return Share(tp=candidate.tp, sequence_parallel=candidate.tp > 1 and candidate.sequence_parallel)

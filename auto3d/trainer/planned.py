@@ -11,6 +11,7 @@ from auto3d.capture.export import InputSpec
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import Cluster, Node
 from auto3d.cost.training_options import TrainingOptions
+from auto3d.derived.planned_split import planned_split
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.planner import Planner
@@ -18,7 +19,7 @@ from auto3d.schedule import samples_at_once
 from auto3d.search.axes import Candidate, plan_name
 from auto3d.search.space import SearchSpace
 from auto3d.search.synthesized import is_sought
-from auto3d.tensor.planned_split import planned_split
+from auto3d.share import share_of
 from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.machine import machine
 from auto3d.trainer.rank_zero import of_rank_0
@@ -114,7 +115,7 @@ def planned_again(
     if [node.name for node in again.graph.nodes] != [node.name for node in captured.graph.nodes]:
         return None
     if plan.tp > 1:
-        split = planned_split(again, plan.tp, rules={}, sequence_parallel=plan.sequence_parallel)
+        split = planned_split(again, share_of(plan), rules={})
         plan = replace(plan, split=split)
     return replace(plan, graph=again.graph.fingerprint), again
 

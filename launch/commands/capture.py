@@ -4,6 +4,7 @@ from typing import Any
 
 import click
 
+from auto3d.share import Share
 from launch.commands.options import COUNT, recipe_command
 from launch.console.capture import print_capture
 from launch.recipe.load import load
@@ -28,5 +29,7 @@ def capture(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
     """
     if options["sequence_parallel"] and (options["tp"] or 1) < 2:
         raise click.UsageError("--sequence-parallel needs --tp of 2 or more, as in --tp 4 --sequence-parallel")
-    print_capture(load(recipe, overrides), **options)
+    tp, sequence_parallel = options.pop("tp"), options.pop("sequence_parallel")
+    share = None if tp is None else Share(tp=tp, sequence_parallel=sequence_parallel)
+    print_capture(load(recipe, overrides), share=share, **options)
     return 0

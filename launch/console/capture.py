@@ -13,7 +13,7 @@ from launch.model.config_keys import unquantized
 from launch.recipe.load import LoadedRecipe
 
 if TYPE_CHECKING:
-    from auto3d.tensor.explain import Explanation
+    from auto3d.derived.explain import Explanation
 
 
 def print_capture(recipe: LoadedRecipe, *, as_json: bool, **options: Any) -> None:

@@ -20,6 +20,7 @@ from auto3d.search.axes import AXES, Candidate
 from auto3d.search.make import PlanMaker
 from auto3d.search.search import Ranked
 from auto3d.search.space import Domain, Workload
+from auto3d.share import WHOLE
 from launch.model.costs import INTERPOLATED, captured_subject, cost_model, runtime_memory
 from launch.model.graphs import PlanningModel
 from launch.peers.limits import check_engine
@@ -100,7 +101,7 @@ def check_rules(recipe: LoadedRecipe, domain: Domain, model: PlanningModel) -> N
     if not recipe.values.model.tensor_parallel or not sizes:
         return
     try:
-        model.split(sizes[0], 1, False)
+        model.split(sizes[0], WHOLE)
     except InputError as error:
         key, found, problem = str(error).partition("tensor_parallel: ")
         if key or not found:

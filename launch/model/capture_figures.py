@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from auto3d.errors import InputError
 from auto3d.process_memory import status_bytes
+from auto3d.share import Share
 from launch.model.capture_process import CaptureProcess
 from launch.model.check_capture import check_at
 from launch.model.graphs import PlanningModel, default_micro_batch_size
@@ -17,7 +18,7 @@ from launch.run.devices import torch_has_cuda
 from launch.run.streams import stdout_to_stderr
 
 if TYPE_CHECKING:
-    from auto3d.tensor.explain import Explanation
+    from auto3d.derived.explain import Explanation
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,12 @@ def capture_figures(
     subgraphs: int | None,
     fresh: bool,
     check: bool,
-    tp: int | None,
-    sequence_parallel: bool,
+    share: Share | None,
 ) -> CaptureFigures:
     """Capture and shard the recipe's model; ``check`` compares the capture with the eager module.
 
-    With ``tp``, the figures say what so many tensor-parallel ranks split and exchange. Raises RecipeError if a rule of
-    the recipe is not possible.
+    With ``share``, the figures say what tensor-parallel ranks that have it split and exchange. Raises RecipeError if a
+    rule of the recipe is not possible.
     """
     begin = perf_counter()
     model = PlanningModel(recipe, fresh=fresh)
@@ -77,12 +77,12 @@ def capture_figures(
         cached=not model.captured,
         graph=graph.fingerprint,
         check=check_at(recipe, graph.micro_batch_size) if check else None,
-        tensor=None if tp is None else _tensor_figures(recipe, graph.micro_batch_size, tp, sequence_parallel),
+        tensor=None if share is None else _tensor_figures(recipe, graph.micro_batch_size, share),
     )
 
 
-def _tensor_figures(recipe: LoadedRecipe, micro_batch_size: int, tp: int, sequence_parallel: bool) -> "Explanation":
-    explain = partial(_explained, (tp, sequence_parallel))
+def _tensor_figures(recipe: LoadedRecipe, micro_batch_size: int, share: Share) -> "Explanation":
+    explain = partial(_explained, share)
     try:
         if device(recipe.values) == "cuda" and torch_has_cuda():
             with CaptureProcess() as process:
@@ -95,19 +95,18 @@ def _tensor_figures(recipe: LoadedRecipe, micro_batch_size: int, tp: int, sequen
         raise recipe.error("model.tensor_parallel", str(error).removeprefix("tensor_parallel: ")) from None
 
 
-def _explained(degree: tuple[int, bool], recipe: LoadedRecipe, micro_batch_size: int) -> "Explanation":
-    """What ``degree``, a number of ranks and whether they are sequence-parallel, makes of the recipe's model."""
-    from auto3d.tensor.explain import explain  # they import torch
-    from auto3d.tensor.model import tensor_parallel
-    from auto3d.tensor.planned_split import ruled_reasons
+def _explained(share: Share, recipe: LoadedRecipe, micro_batch_size: int) -> "Explanation":
+    """What tensor-parallel ranks with ``share`` of its work make of the recipe's model."""
+    from auto3d.derived.explain import explain  # they import torch
+    from auto3d.derived.of_share import derived
+    from auto3d.derived.planned_split import ruled_reasons
 
-    shards, sequence_parallel = degree
     model, rules = PlanningModel(recipe), recipe.values.model.tensor_parallel
-    split = model.split_here(micro_batch_size, *degree)
+    split = model.split_here(micro_batch_size, share)
     captured = model.program(micro_batch_size)
     with stdout_to_stderr():
-        reasons = ruled_reasons(captured, shards, rules=rules)
-        found = explain(tensor_parallel(captured, shards, split=split, sequence_parallel=sequence_parallel))
+        reasons = ruled_reasons(captured, share.tp, rules=rules)
+        found = explain(derived(captured, share, split=split))
     weights = (
         each if each.split is not None else replace(each, reason=reasons.get(each.weight, each.reason))
         for each in found.weights

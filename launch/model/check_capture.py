@@ -14,7 +14,8 @@ from auto3d.errors import InputError
 from auto3d.plan import SUB_PIPELINED, Plan
 from auto3d.runtime.measurement import Status
 from auto3d.schedule import samples_at_once
-from auto3d.schedule.shape import shape_of
+from auto3d.schedule.shape import shares_of
+from auto3d.share import WHOLE
 from launch.model.capture_process import CaptureProcess
 from launch.model.graphs import PlanningModel
 from launch.model.identity import cache_of, identity_of
@@ -141,7 +142,7 @@ def check_plans(
             tell(_not_compared(graph, reason))
         elif not is_checked(recipe, graph):
             tell(process.call(check_at, recipe, size))
-    for plan in {_shares_of(plan): plan for plan in plans if _is_shared(plan)}.values():
+    for plan in {_programs_of(plan): plan for plan in plans if _is_shared(plan)}.values():
         graph = model.graph(samples_at_once(plan))
         if reason := why_not(graph, copies=2):
             tell(_not_compared(graph, reason, plan))
@@ -151,23 +152,23 @@ def check_plans(
 
 def _is_shared(plan: Plan) -> bool:
     """Whether operations of ``plan`` run shares of the program: shards of tensor parallelism, or slices."""
-    return plan.tp > 1 or shape_of(plan).slices > 1
+    return shares_of(plan)[0] != WHOLE
 
 
-def _shares_of(plan: Plan) -> tuple:
+def _programs_of(plan: Plan) -> tuple:
     """What decides the programs of the plan's shards or slices."""
-    split = frozenset(plan.split.items())
-    return plan.graph, plan.tp, split, plan.sequence_parallel, plan.tensor_overlap, shape_of(plan).slices
+    return plan.graph, shares_of(plan)[0], frozenset(plan.split.items()), plan.tensor_overlap
 
 
 def _other(plan: Plan | None) -> str:
     """What the capture is compared with."""
     if plan is None:
         return "the eager module"
-    if (slices := shape_of(plan).slices) > 1:
-        return f"its {slices} slices of the sequence"
+    share = shares_of(plan)[0]
+    if share.slices > 1:
+        return f"its {share.slices} slices of the sequence"
     halved = " on half micro-batches" if plan.tensor_overlap == SUB_PIPELINED else ""
-    return f"its {plan.tp} shards{halved}{' under sequence parallelism' if plan.sequence_parallel else ''}"
+    return f"its {plan.tp} shards{halved}{' under sequence parallelism' if share.sequence_parallel else ''}"
 
 
 def _not_compared(graph: Graph, reason: str, plan: Plan | None = None) -> str:
@@ -183,6 +184,5 @@ def _identity(recipe: LoadedRecipe, graph: Graph, plan: Plan | None = None) -> d
     facts = {"graph": graph.fingerprint, "seed": values.training.seed, "device": values.cluster.device}
     if plan is not None:
         split = {name: asdict(each) for name, each in sorted(plan.split.items())}
-        facts |= {"tp": plan.tp, "split": split, "sequence_parallel": plan.sequence_parallel}
-        facts |= {"tensor_overlap": plan.tensor_overlap, "slices": shape_of(plan).slices}
+        facts |= {"share": asdict(shares_of(plan)[0]), "split": split, "tensor_overlap": plan.tensor_overlap}
     return identity_of(recipe, checked_at=graph.micro_batch_size) | facts

@@ -44,11 +44,9 @@ def _compare_here(recipe: LoadedRecipe, captured: CapturedModel, plan: Plan | No
         check_against_eager(captured, data, seed=seed, device=device)
         return
     program = rank_program(captured, plan, 1)
-    if program.slices is not None:
-        check_slices(program.slices, data, seed=seed, device=device)
-        return
-    assert program.tensor is not None  # other plans have neither slices nor shards
-    check_shards(program.tensor, data, seed=seed, device=device)
+    assert program.derived is not None  # other plans have neither slices nor shards
+    check_derived = check_slices if program.derived.share.slices > 1 else check_shards
+    check_derived(program.derived, data, seed=seed, device=device)
 
 
 def compare_on_gpu(

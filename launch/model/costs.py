@@ -9,14 +9,14 @@ from auto3d.capture.interpolate import interpolate
 from auto3d.cost.memory.plan import PlanMemory
 from auto3d.cost.model import CostModel
 from auto3d.cost.model_work import ModelWork
-from auto3d.cost.share import Share
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import Work, work_of, work_of_local, work_scaled
+from auto3d.derived.local_graph import LocalGraph
 from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding
 from auto3d.runtime.optimizer_memory import flops_of_parameters, memory_options, state_of_parameters
 from auto3d.search.planned_model import PlannedGraphs, PlannedModel
-from auto3d.tensor.local_graph import LocalGraph
+from auto3d.share import Share
 from auto3d.tensor_placement import Split
 from launch.model.capture_process import CaptureProcess
 from launch.model.graphs import PlanningModel
@@ -79,8 +79,8 @@ def planning_subject(
         """The micro-batch size at which the model is divided for ``samples``: one for all that can be interpolated."""
         return samples if samples not in INTERPOLATED and graph_at(samples).fingerprint else INTERPOLATED[0]
 
-    def split(samples: int, tp: int, sequence_parallel: bool) -> dict[str, Split]:
-        return model.split(source_of(samples), tp, sequence_parallel)
+    def split(samples: int, share: Share) -> dict[str, Split]:
+        return model.split(source_of(samples), share)
 
     return _captured_subject(
         recipe, graph_at, sharding, split, model.graph_of, source_of, fused_attention=_fused_attention(recipe)
@@ -125,7 +125,7 @@ def _captured_subject(
     recipe: LoadedRecipe,
     graph_at: Callable[[int], Graph],
     sharding: Callable[[Graph], Sharding],
-    split: Callable[[int, int, bool], dict[str, Split]],
+    split: Callable[[int, Share], dict[str, Split]],
     graph_of: Callable[[int, Share], LocalGraph],
     divided_at: Callable[[int], int] = lambda samples: samples,
     *,

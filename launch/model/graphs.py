@@ -4,15 +4,15 @@ They are loaded from the cache, or made and stored there.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from auto3d.capture.graph import Graph
 from auto3d.capture.graph_json import graph_from_json, graph_to_json
-from auto3d.cost.share import Share
+from auto3d.derived.local_graph import LocalGraph, local_graph_from_json, local_graph_to_json, local_graphs
 from auto3d.partition.merak import Sharding, shard, sharding_from_json
-from auto3d.tensor.local_graph import LocalGraph, local_graph, local_graph_from_json, local_graph_to_json
+from auto3d.share import Share
 from auto3d.tensor_placement import Split
 from launch.model.capture_process import CaptureProcess
 from launch.model.identity import cache_of, identity_of
@@ -52,7 +52,7 @@ class PlanningModel:
         self._cache = cache_of(recipe)
         self._fresh = fresh
         self._process = process
-        self._last_slices = lru_cache(1)(self.slice_graphs)  # the slices of a model are asked for one after the other
+        self._last_graphs = lru_cache(1)(self.local_graphs)  # the slices of a model are asked for one after the other
         self._fused_attention = not (predicted and recipe.values.prediction.attention == UNFUSED)
         self._elsewhere = partial(_planning_model, predicted=not self._fused_attention, fresh=fresh)
         self.captured = False  # whether anything was not in the cache
@@ -94,100 +94,65 @@ class PlanningModel:
             self._cache.store(identity, asdict(sharding))
         return sharding
 
-    def split(self, micro_batch_size: int, shards: int, sequence_parallel: bool) -> dict[str, Split]:
-        """``Plan.split`` of a plan whose tensor-parallel groups have ``shards`` ranks.
+    def split(self, micro_batch_size: int, share: Share) -> dict[str, Split]:
+        """``Plan.split`` of a plan whose ranks have ``share`` of the work.
 
         Raises InputError where the model cannot be captured, or where a rule of the recipe is not possible.
         """
-        degree = shards, sequence_parallel
         return self._made(
-            self._split_identity(micro_batch_size, *degree),
+            self._split_identity(micro_batch_size, share),
             micro_batch_size,
             _splits_from_json,
-            lambda size: self.split_here(size, *degree),
-            partial(_split_to_json, self._elsewhere, degree),
+            lambda size: self.split_here(size, share),
+            partial(_split_to_json, self._elsewhere, share),
         )
 
-    def split_here(self, micro_batch_size: int, shards: int, sequence_parallel: bool) -> dict[str, Split]:
+    def split_here(self, micro_batch_size: int, share: Share) -> dict[str, Split]:
         """As ``split``, made in this process and stored in the cache."""
-        from auto3d.tensor.planned_split import planned_split  # it imports torch
+        from auto3d.derived.planned_split import planned_split  # it imports torch
         from launch.run.streams import stdout_to_stderr
 
-        identity = self._split_identity(micro_batch_size, shards, sequence_parallel)
+        identity = self._split_identity(micro_batch_size, share)
         captured = self.program(micro_batch_size)
         rules = self._recipe.values.model.tensor_parallel
         with stdout_to_stderr():
-            split = planned_split(captured, shards, rules=rules, sequence_parallel=sequence_parallel)
+            split = planned_split(captured, share, rules=rules)
         self._cache.store(identity, {name: asdict(each) for name, each in split.items()})
         return split
 
-    def local_graph(self, micro_batch_size: int, shards: int, sequence_parallel: bool) -> LocalGraph:
-        """What each of ``shards`` tensor-parallel ranks runs, with the weights split as ``split`` says.
+    def local_graphs(self, micro_batch_size: int, share: Share) -> tuple[LocalGraph, ...]:
+        """What ranks with ``share`` of the work run, with the weights split as ``split`` says: one for each slice.
 
-        Raises InputError as ``split`` does.
-        """
-        degree = shards, sequence_parallel
-        return self._made(
-            self._local_identity(micro_batch_size, *degree),
-            micro_batch_size,
-            local_graph_from_json,
-            lambda size: self.local_graph_here(size, *degree),
-            partial(_local_to_json, self._elsewhere, degree),
-        )
-
-    def local_graph_here(self, micro_batch_size: int, shards: int, sequence_parallel: bool) -> LocalGraph:
-        """As ``local_graph``, made in this process and stored in the cache."""
-        from auto3d.tensor.model import tensor_parallel  # it imports torch
-        from launch.run.streams import stdout_to_stderr
-
-        identity = self._local_identity(micro_batch_size, shards, sequence_parallel)
-        split = self._cache.load(self._split_identity(micro_batch_size, shards, sequence_parallel), _splits_from_json)
-        if split is None:
-            split = self.split_here(micro_batch_size, shards, sequence_parallel)
-        captured = self.program(micro_batch_size)
-        with stdout_to_stderr():
-            model = tensor_parallel(
-                captured,
-                shards,
-                split=split,
-                sequence_parallel=sequence_parallel,
-                fused_attention=self._fused_attention,
-            )
-        local = local_graph(model)
-        self._cache.store(identity, local_graph_to_json(local))
-        return local
-
-    def slice_graphs(self, micro_batch_size: int, slices: int) -> tuple[LocalGraph, ...]:
-        """What each of ``slices`` slices of the sequence runs, in order.
-
-        Raises InputError where the model cannot be captured, or cannot run in slices.
+        Raises InputError where the model cannot be captured, or cannot be divided so.
         """
         return self._made(
-            self._slices_identity(micro_batch_size, slices),
+            self._local_identity(micro_batch_size, share),
             micro_batch_size,
-            _slices_from_json,
-            lambda size: self.slice_graphs_here(size, slices),
-            partial(_slices_to_json, self._elsewhere, slices),
+            _locals_from_json,
+            lambda size: self.local_graphs_here(size, share),
+            partial(_locals_to_json, self._elsewhere, share),
         )
 
-    def slice_graphs_here(self, micro_batch_size: int, slices: int) -> tuple[LocalGraph, ...]:
-        """As ``slice_graphs``, made in this process and stored in the cache."""
-        from auto3d.sequence.slice_graphs import slice_graphs
-        from auto3d.sequence.sliced import sliced  # it imports torch
+    def local_graphs_here(self, micro_batch_size: int, share: Share) -> tuple[LocalGraph, ...]:
+        """As ``local_graphs``, made in this process and stored in the cache."""
+        from auto3d.derived.of_share import derived  # it imports torch
         from launch.run.streams import stdout_to_stderr
 
-        identity = self._slices_identity(micro_batch_size, slices)
+        identity = self._local_identity(micro_batch_size, share)
+        split: dict[str, Split] = {}
+        if share.tp > 1:
+            known = self._cache.load(self._split_identity(micro_batch_size, share), _splits_from_json)
+            split = self.split_here(micro_batch_size, share) if known is None else known
         captured = self.program(micro_batch_size)
         with stdout_to_stderr():
-            graphs = slice_graphs(sliced(captured, slices, fused_attention=self._fused_attention))
+            model = derived(captured, share, split=split, fused_attention=self._fused_attention)
+        graphs = local_graphs(model)
         self._cache.store(identity, [local_graph_to_json(graph) for graph in graphs])
         return graphs
 
     def graph_of(self, micro_batch_size: int, share: Share) -> LocalGraph:
-        """What an operation runs that does ``share``, any but the whole; raises InputError as the methods above do."""
-        if share.slices > 1:
-            return self._last_slices(micro_batch_size, share.slices)[share.slice_number]
-        return self.local_graph(micro_batch_size, share.tp, share.sequence_parallel)
+        """What an operation runs that does ``share``, any but the whole; raises InputError as ``local_graphs`` does."""
+        return self._last_graphs(micro_batch_size, replace(share, slice_number=0))[share.slice_number]
 
     def program(self, micro_batch_size: int) -> "CapturedModel":
         """The model captured in this process; the most recent captures are kept."""
@@ -227,16 +192,15 @@ class PlanningModel:
                 return read(process.call(call, self._recipe, micro_batch_size))
         return here(micro_batch_size)
 
-    def _local_identity(self, micro_batch_size: int, shards: int, sequence_parallel: bool) -> dict[str, Any]:
-        split = self._split_identity(micro_batch_size, shards, sequence_parallel)
-        return {**split, "local": True, "fused_attention": self._fused_attention}
+    def _local_identity(self, micro_batch_size: int, share: Share) -> dict[str, Any]:
+        if share.slices > 1:
+            return self.identity(sliced_at=micro_batch_size, slices=share.slices)
+        split = self._split_identity(micro_batch_size, share)
+        return {**split, "local_graphs": True, "fused_attention": self._fused_attention}
 
-    def _slices_identity(self, micro_batch_size: int, slices: int) -> dict[str, Any]:
-        return self.identity(sliced_at=micro_batch_size, slices=slices)
-
-    def _split_identity(self, micro_batch_size: int, shards: int, sequence_parallel: bool) -> dict[str, Any]:
+    def _split_identity(self, micro_batch_size: int, share: Share) -> dict[str, Any]:
         rules = list(self._recipe.values.model.tensor_parallel.items())
-        what = {"shards": shards, "sequence_parallel": sequence_parallel, "rules": rules}
+        what = {"shards": share.tp, "sequence_parallel": share.sequence_parallel, "rules": rules}
         found = {**self.identity(split_at=micro_batch_size), **what}
         found.pop("attention", None)  # a rank runs the same operations, however they are described
         return found
@@ -254,20 +218,16 @@ def _capture_to_json(model_of: Elsewhere, recipe: LoadedRecipe, micro_batch_size
     return graph_to_json(model_of(recipe).captured_here(micro_batch_size))
 
 
-def _split_to_json(model_of: Elsewhere, degree: tuple[int, bool], recipe: LoadedRecipe, micro_batch_size: int) -> Any:
-    split = model_of(recipe).split_here(micro_batch_size, *degree)
+def _split_to_json(model_of: Elsewhere, share: Share, recipe: LoadedRecipe, micro_batch_size: int) -> Any:
+    split = model_of(recipe).split_here(micro_batch_size, share)
     return {name: asdict(each) for name, each in split.items()}
 
 
-def _local_to_json(model_of: Elsewhere, degree: tuple[int, bool], recipe: LoadedRecipe, micro_batch_size: int) -> Any:
-    return local_graph_to_json(model_of(recipe).local_graph_here(micro_batch_size, *degree))
+def _locals_to_json(model_of: Elsewhere, share: Share, recipe: LoadedRecipe, micro_batch_size: int) -> Any:
+    return [local_graph_to_json(graph) for graph in model_of(recipe).local_graphs_here(micro_batch_size, share)]
 
 
-def _slices_to_json(model_of: Elsewhere, slices: int, recipe: LoadedRecipe, micro_batch_size: int) -> Any:
-    return [local_graph_to_json(graph) for graph in model_of(recipe).slice_graphs_here(micro_batch_size, slices)]
-
-
-def _slices_from_json(content: Sequence[Any]) -> tuple[LocalGraph, ...]:
+def _locals_from_json(content: Sequence[Any]) -> tuple[LocalGraph, ...]:
     return tuple(map(local_graph_from_json, content))
 
 

@@ -6,17 +6,17 @@ from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 
 from auto3d.cost.profile import Profile, ProfileError
+from auto3d.derived.of_share import derived
+from auto3d.derived.planned_split import planned_split
 from auto3d.errors import InputError
 from auto3d.runtime.distinct_subgraphs import ModelSubgraphs, distinct_subgraphs
 from auto3d.runtime.measurement import Environment, Status
 from auto3d.runtime.profiler import MachineTimes, measure, num_reports
 from auto3d.runtime.world import World
-from auto3d.tensor.model import tensor_parallel
-from auto3d.tensor.planned_split import planned_split
 from launch.model.build import captured_model, use_device
 from launch.model.data import training_data
 from launch.model.graphs import PlanningModel
-from launch.model.profile import micro_batch_sizes, setting_of, tensor_parallel_ways
+from launch.model.profile import micro_batch_sizes, setting_of, tensor_parallel_shares
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import training_settings
 from launch.run.devices import devices_for
@@ -48,12 +48,11 @@ def measure_profile(
         captured = captured_model(recipe, size)
         bounds = planning.sharding(captured.graph).bounds
         models = [distinct_subgraphs(captured, bounds)]
-        for shards, sequence_parallel in tensor_parallel_ways(recipe):
-            rules = values.model.tensor_parallel
+        for share in tensor_parallel_shares(recipe):
             with suppress(InputError), stdout_to_stderr():  # such plans are refused, with the reason
-                split = planned_split(captured, shards, rules=rules, sequence_parallel=sequence_parallel)
-                tensor = tensor_parallel(captured, shards, split=split, sequence_parallel=sequence_parallel)
-                models.append(distinct_subgraphs(captured, bounds, tensor=tensor, sequence_parallel=sequence_parallel))
+                split = planned_split(captured, share, rules=values.model.tensor_parallel)
+                of_share = derived(captured, share, split=split)
+                models.append(distinct_subgraphs(captured, bounds, derived=of_share))
         return models
 
     models: list[ModelSubgraphs] = []

@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from auto3d.cost.profile import Profile, ProfileError, Setting
+from auto3d.share import Share
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema_key import AUTO
 from launch.recipe.settings import cluster
@@ -105,20 +106,17 @@ def micro_batch_sizes(recipe: LoadedRecipe) -> list[int]:
     return sorted(sizes | {2**power for power in range(largest.bit_length()) if 2**power <= largest})
 
 
-def tensor_parallel_ways(recipe: LoadedRecipe) -> list[tuple[int, bool]]:
-    """The ways of tensor parallelism to measure: (degree, whether it is sequence-parallel).
-
-    They are those of the recipe's search and plan whose groups fit on one node.
-    """
+def tensor_parallel_shares(recipe: LoadedRecipe) -> list[Share]:
+    """The shares of tensor-parallel ranks to measure: of the recipe's search and plan, if a group fits on a node."""
     values = recipe.values
     devices, searched = values.cluster.devices_per_node, values.search.tp
     divisors = [degree for degree in range(1, devices + 1) if devices % degree == 0]
     kinds = values.search.sequence_parallel
-    ways = {
+    found = {
         (degree, kind)
         for degree in (divisors if searched == AUTO else searched)
         for kind in ([False, True] if kinds == AUTO else kinds)
     }
     if values.plan is not None:
-        ways.add((values.plan.tp, values.plan.sequence_parallel))
-    return sorted(way for way in ways if 1 < way[0] <= devices)
+        found.add((values.plan.tp, values.plan.sequence_parallel))
+    return [Share(tp=tp, sequence_parallel=kind) for tp, kind in sorted(found) if 1 < tp <= devices]

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from math import inf
 
-from auto3d.cost.share import Share
 from auto3d.plan import AUTO3D, Plan, PlanError
 from auto3d.schedule import SCHEDULES, parse_schedule
 from auto3d.search.algorithms import AMP, run_algorithm
@@ -12,6 +11,7 @@ from auto3d.search.make import PlanMaker
 from auto3d.search.planned_model import PlannedGraphs, PlannedModel
 from auto3d.search.search import Budget, Search
 from auto3d.search.space import Domain
+from auto3d.share import Share
 from launch.model.candidates import check_memory_known, check_rules, task, updates_check
 from launch.model.capture_process import CaptureProcess
 from launch.model.costs import INTERPOLATED, cost_model, planning_subject

@@ -9,11 +9,11 @@ from time import process_time
 
 from tabulate import tabulate
 
-from auto3d.cost.share import Share
 from auto3d.errors import InputError
 from auto3d.search.bound import least_s
 from auto3d.search.make import PlanMaker
 from auto3d.search.space import Domain
+from auto3d.share import Share
 from launch.model.candidates import task
 from launch.model.costs import cost_model, planning_subject
 from launch.recipe.load import load

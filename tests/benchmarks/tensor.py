@@ -33,13 +33,13 @@ from auto3d.capture.model import CapturedModel, capture
 from auto3d.capture.skeleton import seed_all
 from auto3d.cluster import place_ranks
 from auto3d.data import Batches
+from auto3d.derived.shards import tensor_parallel
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.world import World
-from auto3d.tensor.model import tensor_parallel
 from tests.benchmarks.runtime import ADAMW, SEED, SETTINGS, TOKENS, Iteration, in_mib, on_ranks, peak_bytes, times
 
 LAYERS, HIDDEN, HEADS, FEED_FORWARD, SEQUENCE, VOCABULARY = 2, 1024, 16, 2816, 128, 2048

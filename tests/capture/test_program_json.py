@@ -12,10 +12,10 @@ from auto3d.capture.describe import describe
 from auto3d.capture.export import module_path
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.capture.program_json import NotStorableError, captured_from_json, captured_to_json
+from auto3d.derived.local_graph import local_graphs
+from auto3d.derived.shards import tensor_parallel
+from auto3d.derived.slices import sliced
 from auto3d.runtime.verify import _run_program, check_against_eager, one_batch
-from auto3d.sequence.slice_graphs import slice_graphs
-from auto3d.sequence.sliced import sliced
-from auto3d.tensor.model import tensor_parallel
 from tests.models import SIZES, TRAINED, captured
 
 CPU = torch.device("cpu")
@@ -107,15 +107,15 @@ def test_the_shards_of_a_model_that_was_read_again_are_the_same(name):
     model = captured(name, 2)
     for sequence_parallel in (False, True):
         ours, theirs = (tensor_parallel(each, 2, sequence_parallel=sequence_parallel) for each in (again(model), model))
-        assert ours.local.graph == theirs.local.graph
+        assert ours.program.graph == theirs.program.graph
         assert ours.placements == theirs.placements
-        assert nodes(ours.local.exported.program) == nodes(theirs.local.exported.program)
+        assert nodes(ours.program.exported.program) == nodes(theirs.program.exported.program)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_the_slices_of_a_model_that_was_read_again_are_the_same(name):
     model = captured(name, 2)
-    assert slice_graphs(sliced(again(model), 4)) == slice_graphs(sliced(model, 4))
+    assert local_graphs(sliced(again(model), 4)) == local_graphs(sliced(model, 4))
 
 
 def test_a_model_that_calls_a_function_of_the_users_own_is_not_stored():

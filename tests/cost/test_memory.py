@@ -14,10 +14,12 @@ from auto3d.cluster import Cluster, Node, place_ranks
 from auto3d.cost.layers import Layer, work_of_layers
 from auto3d.cost.memory.device import ENTRIES
 from auto3d.cost.model import CostModel
-from auto3d.cost.share import WHOLE, Share
 from auto3d.cost.systems import MEGATRON, NANOTRON
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import Work, work_of, work_of_local
+from auto3d.derived.local_graph import LocalGraph, local_graphs
+from auto3d.derived.shards import tensor_parallel
+from auto3d.derived.slices import sliced
 from auto3d.errors import InputError
 from auto3d.partition.merak import shard
 from auto3d.partition.recompute import subgraph_starts
@@ -32,10 +34,7 @@ from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.order_text import order_options
 from auto3d.schedule.shape import shape as shape_at
 from auto3d.search.kept_fractions import KeptFractions
-from auto3d.sequence.slice_graphs import slice_graphs
-from auto3d.sequence.sliced import sliced
-from auto3d.tensor.local_graph import LocalGraph, local_graph
-from auto3d.tensor.model import tensor_parallel
+from auto3d.share import WHOLE, Share
 from tests.distributed.parity import ADAMW, SGD, make_plan
 from tests.live_tensors import LiveTensors
 from tests.memory_grid import Cell, compare, grid, plan_of
@@ -86,14 +85,14 @@ def cost_model_of(name: str, **training: Any) -> CostModel:
         if share.slices > 1:
             return work_of_local(whole, graphs_of_slices(name, share.slices)[share.slice_number], **keywords)
         split = tensor_parallel(captured(name, 2), share.tp, sequence_parallel=share.sequence_parallel)
-        return work_of_local(whole, local_graph(split), **keywords)
+        return work_of_local(whole, local_graphs(split)[0], **keywords)
 
     return CostModel(Cluster(nodes=(Node(devices=16),), device="cpu"), options, work_at)
 
 
 @cache
 def graphs_of_slices(name: str, slices: int) -> tuple[LocalGraph, ...]:
-    return slice_graphs(sliced(captured(name, 2), slices))
+    return local_graphs(sliced(captured(name, 2), slices))
 
 
 def plan_for(name: str, devices: int, micro_batches: int, stages: int, **options: int | str) -> Plan:

@@ -9,9 +9,10 @@ import pytest
 from auto3d.cluster import Accelerator, Cluster, CollectiveTimes, Node, NodeCollectives, place_ranks
 from auto3d.cost.model import CostModel
 from auto3d.cost.profile import MessageTimes, ModelTimes, Profile, ProfileError, Setting, SubgraphTimes
-from auto3d.cost.share import WHOLE, Share
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import exchanges_of, work_of, work_of_local
+from auto3d.derived.local_graph import local_graphs
+from auto3d.derived.shards import tensor_parallel
 from auto3d.partition.merak import shard
 from auto3d.plan import Plan, stages_between
 from auto3d.runtime import link_timing, profiler, subgraph_timing
@@ -19,8 +20,7 @@ from auto3d.runtime.distinct_subgraphs import distinct_subgraphs
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.profiler import MachineTimes, measure
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
-from auto3d.tensor.local_graph import local_graph
-from auto3d.tensor.model import tensor_parallel
+from auto3d.share import WHOLE, Share
 from launch.run.ranks import run_ranks
 from tests.models import MODELS, captured
 from tests.soak import soak
@@ -99,14 +99,14 @@ def test_a_real_profile_of_a_tensor_parallel_rank(sequence_parallel, short):
     bounds = shard(model.graph).bounds
     tensor = tensor_parallel(model, 2, sequence_parallel=sequence_parallel)
     whole = distinct_subgraphs(model, bounds)
-    split = distinct_subgraphs(model, bounds, tensor=tensor, sequence_parallel=sequence_parallel)
+    split = distinct_subgraphs(model, bounds, derived=tensor)
     found = measured([whole, split], MODELS["gpt2"][1])
     one, two = found.sizes
     assert (one.tp, two.tp, two.sequence_parallel) == (1, 2, sequence_parallel)
     assert len(two.kinds) == len(one.kinds)
     assert sequence_parallel or two.kinds == one.kinds
     assert np.all(two.seconds > 0)
-    local = local_graph(tensor)
+    (local,) = local_graphs(tensor)
     work = work_of_local(work_of(model.graph, bounds), local)
     saved = [two.subgraphs[kind].saved_bytes for kind in two.kinds]
     assert saved == [pytest.approx(work.saved[a:b].sum(), rel=0.02, abs=1024) for a, b in pairwise(bounds)]
@@ -179,7 +179,7 @@ def test_the_cost_model_reproduces_a_profile():
         whole = work_of(graphs[samples], cuts(samples))
         if share == WHOLE:
             return whole
-        return work_of_local(whole, local_graph(tensor_parallel(captured("gpt2", samples), share.tp)))
+        return work_of_local(whole, local_graphs(tensor_parallel(captured("gpt2", samples), share.tp))[0])
 
     times_at = profile.times_at(work, cuts)
     for samples in graphs:
@@ -229,7 +229,7 @@ def test_the_cost_model_reproduces_a_tensor_parallel_profile(sequence_parallel):
     model, profile = captured("gpt2", 4), made_up()
     bounds = shard(model.graph).bounds
     whole = work_of(model.graph, bounds)
-    locals_ = {way: local_graph(tensor_parallel(model, 2, sequence_parallel=way)) for way in (False, True)}
+    locals_ = {way: local_graphs(tensor_parallel(model, 2, sequence_parallel=way))[0] for way in (False, True)}
     split = [replace(size, tp=2, sequence_parallel=True, graph="of a rank") for size in profile.sizes]
     split = [replace(s, subgraphs=tuple(replace(o, forward_s=o.forward_s / 3) for o in s.subgraphs)) for s in split]
     profile = replace(profile, sizes=(*profile.sizes, *split))

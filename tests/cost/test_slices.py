@@ -14,23 +14,23 @@ from auto3d.cost.memory.segments import Segments
 from auto3d.cost.memory.stage import mean_of_slices, stage_memory
 from auto3d.cost.model import CostModel
 from auto3d.cost.model_work import ModelWork
-from auto3d.cost.share import WHOLE, Share, shares_of
 from auto3d.cost.stage_times import StageTimes
 from auto3d.cost.times import times_of
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import Work, work_of, work_of_local, work_scaled
+from auto3d.derived.local_graph import LocalGraph, local_graph_from_json, local_graph_to_json, local_graphs
+from auto3d.derived.slices import sliced
 from auto3d.partition.merak import shard
 from auto3d.plan import Plan, PlanError
 from auto3d.planner import Planner
 from auto3d.schedule import build_schedule
 from auto3d.schedule.moments import COUNTS, all_moments
+from auto3d.schedule.shape import shares_of
 from auto3d.search.axes import Candidate
 from auto3d.search.make import PlanMaker
 from auto3d.search.planned_model import PlannedGraphs, PlannedLayers
 from auto3d.search.space import Workload
-from auto3d.sequence.slice_graphs import slice_graphs
-from auto3d.sequence.sliced import sliced
-from auto3d.tensor.local_graph import LocalGraph, local_graph_from_json, local_graph_to_json
+from auto3d.share import WHOLE, Share
 from tests.cost.test_profile import made_up
 from tests.distributed.parity import make_plan
 from tests.models import MODELS, captured
@@ -51,7 +51,7 @@ CAUSAL = ["gpt2-wide", "llama-wide"]
 
 @cache
 def graphs_of(model: str, samples: int, slices: int) -> tuple[LocalGraph, ...]:
-    return slice_graphs(sliced(captured(model, samples), slices))
+    return local_graphs(sliced(captured(model, samples), slices))
 
 
 @cache

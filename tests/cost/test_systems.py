@@ -10,10 +10,11 @@ from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.cost.systems import DEEPSPEED, MEGATRON, MEGATRON_TE, NANOTRON, TORCH, System
 from auto3d.cost.work import work_of, work_of_local
+from auto3d.derived.local_graph import LocalGraph, local_graphs
+from auto3d.derived.of_share import derived
+from auto3d.derived.planned_split import planned_split
 from auto3d.partition.merak import shard
-from auto3d.tensor.local_graph import LocalGraph, local_graph
-from auto3d.tensor.model import tensor_parallel
-from auto3d.tensor.planned_split import planned_split
+from auto3d.share import Share
 from tests.cost.test_model import tokens
 
 B, S, H, HEADS, FFN, VOCABULARY = 2, 32, 64, 4, 128, 512
@@ -62,8 +63,8 @@ def of_a_layer(model, system: System, *arguments: int) -> float:
 @cache
 def split_graph(layers: int, shards: int, sequence_parallel: bool) -> LocalGraph:
     whole = captured(gpt, layers)
-    split = planned_split(whole, shards, rules={}, sequence_parallel=sequence_parallel)
-    return local_graph(tensor_parallel(whole, shards, split=split, sequence_parallel=sequence_parallel))
+    share = Share(tp=shards, sequence_parallel=sequence_parallel)
+    return local_graphs(derived(whole, share, split=planned_split(whole, share, rules={})))[0]
 
 
 def of_a_split_layer(system: System, shards: int, *, sequence_parallel: bool) -> float:

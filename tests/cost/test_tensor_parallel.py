@@ -17,14 +17,16 @@ from auto3d.cost.sub_pipelined import sub_pipelined_s
 from auto3d.cost.times import times_of
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import SUMMED, Work, work_of, work_of_local, work_scaled
+from auto3d.derived.local_graph import local_graph_from_json, local_graph_to_json, local_graphs
+from auto3d.derived.model import Derived
+from auto3d.derived.planned_split import planned_split
+from auto3d.derived.shards import tensor_parallel
 from auto3d.partition.merak import shard
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between
+from auto3d.share import Share
 from auto3d.tensor.conversions import Collective
-from auto3d.tensor.local_graph import local_graph, local_graph_from_json, local_graph_to_json
-from auto3d.tensor.model import TensorParallelModel, tensor_parallel
-from auto3d.tensor.planned_split import planned_split
 from auto3d.tensor_placement import Split
 from tests.cost.test_model import gpt2, tokens
 from tests.models import FEATURES, captured
@@ -49,16 +51,16 @@ class _FeedForward(nn.Module):
         return nn.functional.cross_entropy(again + self.narrow(torch.relu(self.wide(again))), label)
 
 
-def feed_forward() -> tuple[CapturedModel, TensorParallelModel]:
+def feed_forward() -> tuple[CapturedModel, Derived]:
     whole = capture(_FeedForward, FEATURES.input_specs(), 8)
     split = {"wide.weight": Split(0, (64,)), "narrow.weight": Split(1, (64,))}
     return whole, tensor_parallel(whole, 2, split=split)
 
 
-def works(model: TensorParallelModel, **keywords) -> tuple[Work, Work]:
+def works(model: Derived, **keywords) -> tuple[Work, Work]:
     graph = model.whole.graph
     whole = work_of(graph, shard(graph).bounds, **keywords)
-    return whole, work_of_local(whole, local_graph(model), **keywords)
+    return whole, work_of_local(whole, local_graphs(model)[0], **keywords)
 
 
 @pytest.mark.parametrize("shards", [2, 4])
@@ -66,7 +68,7 @@ def test_gpt2_by_its_known_rules_has_megatrons_split(shards):
     """Per layer two all-reduces forward and two backward, one more for the embedding and one for the head."""
     specs = tokens(256, 32).input_specs()
     whole = capture(lambda: gpt2(2, 64), specs, 2)
-    model = tensor_parallel(whole, shards, split=planned_split(whole, shards, rules={}))
+    model = tensor_parallel(whole, shards, split=planned_split(whole, Share(tp=shards), rules={}))
     alone, one = works(model)
     graph = whole.graph
     products = [p for p, node in enumerate(graph.nodes) if node.flops]
@@ -148,7 +150,7 @@ def test_a_feed_forward_has_megatrons_split_and_collectives():
 def test_the_work_is_that_of_the_local_graph(name, sequence_parallel):
     """Sums, the parameters of a rank, and at every cut the bytes that the stages of the local Graph really send."""
     model = tensor_parallel(captured(name, 4), 2, sequence_parallel=sequence_parallel)
-    whole, graph = model.whole.graph, model.local.graph
+    whole, graph = model.whole.graph, model.program.graph
     alone, half = works(model)
     assert len(half) == len(alone) == len(whole.nodes)
     assert half.flops.sum() == sum(node.flops for node in graph.nodes)
@@ -168,7 +170,7 @@ def test_the_work_is_that_of_the_local_graph(name, sequence_parallel):
 def test_every_conversion_is_one_exchange_for_each_direction_in_which_it_communicates():
     model = tensor_parallel(captured("llama", 4), 2)
     _, half = works(model)
-    names = [node.operator.split(".")[1] for node in model.local.graph.nodes if node.operator.startswith("auto3d.")]
+    names = [node.operator.split(".")[1] for node in model.program.graph.nodes if node.operator.startswith("auto3d.")]
     losses = names.count("vocabulary_cross_entropy")
     forward = [one for one in half.exchanges if one.forward]
     assert len(forward) == 2 * losses + sum(
@@ -182,7 +184,7 @@ def test_every_conversion_is_one_exchange_for_each_direction_in_which_it_communi
 
 
 def test_a_local_graph_is_stored():
-    local = local_graph(tensor_parallel(captured("gpt2", 2), 2, sequence_parallel=True))
+    (local,) = local_graphs(tensor_parallel(captured("gpt2", 2), 2, sequence_parallel=True))
     assert local_graph_from_json(local_graph_to_json(local)) == local
 
 
@@ -199,7 +201,7 @@ def plan_for(graph_stages: tuple[StagePlan, ...], *, tp: int, pp: int, **changes
 def test_the_memory_of_a_search_agrees_with_that_of_the_local_graph(name, sequence_parallel):
     """To a thousandth on every device, with and without recomputation; and less than without tensor parallelism."""
     model = tensor_parallel(captured(name, 16), 2, sequence_parallel=sequence_parallel)
-    graph, local = model.whole.graph, model.local.graph
+    graph, local = model.whole.graph, model.program.graph
     alone, half = works(model)
     of_rank = work_of(local, (0, len(local.nodes)))
     cluster = Cluster(nodes=(Node(devices=8),), device="cpu")

@@ -6,12 +6,12 @@ import pytest
 
 from auto3d.cluster import Accelerator, Cluster, Node
 from auto3d.cost.model import CostModel
-from auto3d.cost.share import Share
 from auto3d.cost.throughput import IterationFlops, Throughput, flops_of_graph, peak_flops_of, throughput
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of
 from auto3d.partition.merak import shard
 from auto3d.plan import Plan
+from auto3d.share import Share
 from tests.distributed.parity import make_plan
 from tests.models import captured
 

@@ -19,6 +19,7 @@ from auto3d.capture.shard import Shard
 from auto3d.capture.skeleton import seed_all
 from auto3d.cluster import place_ranks
 from auto3d.data import Batches
+from auto3d.derived.shards import tensor_parallel
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import NO_OVERLAP, Plan
 from auto3d.runtime.optimizer import build_optimizer
@@ -30,7 +31,6 @@ from auto3d.runtime.verify import autocast
 from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import build_schedule, samples_at_once
 from auto3d.schedule.operation import Schedule
-from auto3d.tensor.model import tensor_parallel
 from auto3d.tensor_placement import Split
 from tests.models import TRAINED, captured, precision_of
 

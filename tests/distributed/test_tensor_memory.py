@@ -10,6 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import place_ranks
+from auto3d.derived.shards import tensor_parallel
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime import rank as rank_module
@@ -18,7 +19,6 @@ from auto3d.runtime.rank import build_rank
 from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.world import World, join, leave
-from auto3d.tensor.model import tensor_parallel
 from tests.distributed.parity import CPU, SGD
 from tests.memory_grid import Cell, compare
 from tests.models import TOKENS

@@ -5,13 +5,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SEARCH = ("auto3d/capture", "auto3d/cost", "auto3d/partition", "auto3d/schedule", "auto3d/search", "auto3d/simulate",
-          "auto3d/tensor", "launch/model", "recipes")  # fmt: skip
+          "auto3d/derived", "auto3d/tensor", "launch/model", "recipes")  # fmt: skip
 RUNTIME = (
     "auto3d/capture",
     "auto3d/partition",
     "auto3d/runtime",
     "auto3d/schedule",
-    "auto3d/sequence",
+    "auto3d/derived",
     "auto3d/tensor",
 )
 LAUNCH = ("auto3d", "launch", "slurm")

@@ -10,6 +10,8 @@ import torch
 from auto3d.cost.sub_pipelined import sub_pipelined_s
 from auto3d.cost.work import TensorExchange
 from auto3d.data import Batches
+from auto3d.derived.halves import sub_pipelined
+from auto3d.derived.shards import tensor_parallel
 from auto3d.errors import InputError
 from auto3d.partition.cost import analytic
 from auto3d.partition.methods.uniform import uniform
@@ -27,8 +29,6 @@ from auto3d.schedule import build_schedule
 from auto3d.schedule.operation import Kind
 from auto3d.tensor.collectives import conversion_of
 from auto3d.tensor.conversions import Collective
-from auto3d.tensor.halves import sub_pipelined
-from auto3d.tensor.model import tensor_parallel
 from tests.models import MODELS, captured
 
 CPU = torch.device("cpu")
@@ -254,15 +254,15 @@ def test_a_tensor_parallel_stage_computes_as_long_as_its_time_says(schedule, hal
     tensor = sub_pipelined(tensor_parallel(whole, 2)) if halved else tensor_parallel(whole, 2)
     built = build_schedule(schedule, devices=3, micro_batches=3)
     plans = tensor.stages(uniform(whole.graph, 3))
-    costs = Emulation(forward_s=(1.0, 2.0, 3.0), backward_s=5.0).costs(tensor.local.graph, plans, built, dp=1)
+    costs = Emulation(forward_s=(1.0, 2.0, 3.0), backward_s=5.0).costs(tensor.program.graph, plans, built, dp=1)
     each = [
         passes_of(plan, stage, tensor, costs, parts=1, recompute=True)
-        for plan, stage in zip(plans, cut(tensor.local.graph, plans), strict=True)
+        for plan, stage in zip(plans, cut(tensor.program.graph, plans), strict=True)
     ]
     for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE):
         seconds = [sum(step.seconds for step in passes[kind]) for passes in each]
         assert seconds == pytest.approx(costs.times_of(kind)), kind
-    conversions = [conversion_of(node.operator) for node in tensor.local.graph.nodes]
+    conversions = [conversion_of(node.operator) for node in tensor.program.graph.nodes]
     in_forward = 2 + sum(each is not None and each.forward is not None for each in conversions)  # 2 in the loss
     in_backward = sum(each is not None and each.backward is not None for each in conversions)
     for kind, count in ((Kind.FORWARD, in_forward), (Kind.BACKWARD, in_backward)):

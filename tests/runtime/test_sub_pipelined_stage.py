@@ -13,6 +13,9 @@ from auto3d.capture.export import InputSpec
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.capture.shard import Shard
 from auto3d.data import Batches
+from auto3d.derived.halves import sub_pipelined
+from auto3d.derived.model import Derived
+from auto3d.derived.shards import tensor_parallel
 from auto3d.partition.stage import cut
 from auto3d.plan import StagePlan
 from auto3d.runtime.lockstep import Lockstep
@@ -21,8 +24,6 @@ from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.sub_pipelined_stage import SubPipelinedStage
 from auto3d.runtime.tensor_group import TensorParallelRank
-from auto3d.tensor.halves import SubPipelinedModel, sub_pipelined
-from auto3d.tensor.model import TensorParallelModel, tensor_parallel
 from tests.models import TRAINED, captured
 from tests.soak import soak
 
@@ -30,18 +31,18 @@ CPU = torch.device("cpu")
 SHARDS = 2
 
 
-def state_of(model: TensorParallelModel, shard: int, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = dict(model.local.exported.constants)
+def state_of(model: Derived, shard: int, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = dict(model.program.exported.constants)
     for name, tensor in whole.items():
         split = model.placements[name].split
-        mine = tensor.clone() if split is None else Shard(split, shard, model.shards).of(tensor)
-        trained = name in model.local.graph.trained
-        state[name] = nn.Parameter(mine, requires_grad=trained) if name in model.local.graph.parameters else mine
+        mine = tensor.clone() if split is None else Shard(split, shard, model.share.tp).of(tensor)
+        trained = name in model.program.graph.trained
+        state[name] = nn.Parameter(mine, requires_grad=trained) if name in model.program.graph.parameters else mine
     return state
 
 
 def train(
-    model: TensorParallelModel,
+    model: Derived,
     whole: Mapping[str, torch.Tensor],
     inputs: Mapping[str, torch.Tensor],
     *,
@@ -61,8 +62,8 @@ def train(
         start = last - int((kept or 0) * (last - first))
         plans.append(replace(plan, kept=((start, last),)) if start < last else plan)
     local = model.stages(plans)
-    stages = cut(model.local.graph, local)
-    stage_type = SubPipelinedStage if isinstance(model, SubPipelinedModel) else StageModule
+    stages = cut(model.program.graph, local)
+    stage_type = SubPipelinedStage if model.half_of else StageModule
 
     def one(group):
         state = state_of(model, group.shard, whole)
@@ -70,7 +71,7 @@ def train(
         modules = [
             stage_type(
                 stage,
-                model.local,
+                model.program,
                 state,
                 loss_weight=0.5,
                 randomness=randomness,

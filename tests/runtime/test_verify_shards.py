@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import fx
 
+from auto3d.derived import halves
+from auto3d.derived.halves import sub_pipelined
+from auto3d.derived.model import Derived
+from auto3d.derived.shards import tensor_parallel
 from auto3d.runtime.verify_shards import ShardsDifferError, check_shards
-from auto3d.tensor import halves
 from auto3d.tensor.collectives import CONVERSIONS, operator_of
-from auto3d.tensor.halves import sub_pipelined
-from auto3d.tensor.model import TensorParallelModel, tensor_parallel
 from tests.models import TRAINED, captured
 from tests.soak import soak
 
@@ -52,17 +53,17 @@ def test_shards_equal_the_whole_program(model, sequence_parallel):
     check(tensor_parallel(whole, 2, sequence_parallel=sequence_parallel), TRAINED[model][1])
 
 
-def without(model: TensorParallelModel, conversion: str, which: int) -> TensorParallelModel:
+def without(model: Derived, conversion: str, which: int) -> Derived:
     """``model`` without the communication of number ``which`` of these conversions."""
     program = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
-    program.output(program.graph_copy(model.local.exported.program, copied))
+    program.output(program.graph_copy(model.program.exported.program, copied))
     for node, copy in copied.items():
         copy.name = node.name
     operator = operator_of(CONVERSIONS[conversion])
-    left_out = [copied[node] for node in model.local.exported.program.nodes if node.target is operator][which]
+    left_out = [copied[node] for node in model.program.exported.program.nodes if node.target is operator][which]
     left_out.target, left_out.args = torch.ops.aten.alias.default, left_out.args[:1]
-    return replace(model, local=replace(model.local, exported=replace(model.local.exported, program=program)))
+    return replace(model, local=replace(model.program, exported=replace(model.program.exported, program=program)))
 
 
 @pytest.mark.parametrize(

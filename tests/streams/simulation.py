@@ -16,6 +16,7 @@ from torch import nn
 
 from auto3d.capture.graph import Value
 from auto3d.data import Reading
+from auto3d.mesh import REPLICA, TENSOR, Mesh
 from auto3d.partition.stage import Transfer
 from auto3d.runtime import exchange, gradient_sync, run_ahead, slice_collectives, totals, waiting, world
 from auto3d.runtime.exchange import Exchange
@@ -113,7 +114,7 @@ def simulate(case: Case, change: Callable[[Program], Program] = lambda program: 
         for name in state:
             users.setdefault(name, []).append(stage)
     all_holders = holders(
-        SimpleNamespace(tp=1, placement=case.placement),
+        SimpleNamespace(meshes=[Mesh(((REPLICA, len(ranks)), (TENSOR, 1)), ranks) for ranks in case.placement]),
         schedule,
         [SimpleNamespace(state=state) for state in case.states],
         set(users),

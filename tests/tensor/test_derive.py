@@ -16,11 +16,11 @@ from transformers import (
 )
 
 from auto3d.capture.model import capture
+from auto3d.derived.explain import BACKWARD, FORWARD, exchanges, explain
+from auto3d.derived.shards import tensor_parallel
 from auto3d.runtime.verify_shards import check_shards
 from auto3d.tensor.collectives import Collective
 from auto3d.tensor.derive import derive
-from auto3d.tensor.explain import BACKWARD, FORWARD, exchanges, explain
-from auto3d.tensor.model import tensor_parallel
 from tests.models import IMAGES, TEXT, captured, resnet_of_transformers
 from tests.soak import soak
 
@@ -171,7 +171,7 @@ def test_decisions_do_not_depend_on_the_micro_batch_size(name, sequence_parallel
     first, *others = (tensor_parallel(captured(name, n), 2, sequence_parallel=sequence_parallel) for n in (1, 2, 4, 8))
     for other in others:
         assert first.split == other.split
-        assert first.local.graph.same_operations(other.local.graph)
+        assert first.program.graph.same_operations(other.program.graph)
 
 
 def test_ties_go_to_megatrons_pattern():
@@ -179,7 +179,7 @@ def test_ties_go_to_megatrons_pattern():
 
     A copied stream, or a partial value that a view passes on, would cost no more communication.
     """
-    graph = tensor_parallel(captured("gpt2", 2), 2).local.graph
+    graph = tensor_parallel(captured("gpt2", 2), 2).program.graph
     maker = {value.name: node for node in graph.nodes for value in node.outputs}
     reduces = [node for node in graph.nodes if node.operator == "auto3d.reduce.default"]
     assert [maker[node.reads[0]].operator for node in reduces] == ["aten.add.Tensor"] + ["aten.addmm.default"] * 8

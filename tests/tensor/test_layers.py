@@ -7,10 +7,11 @@ import pytest
 
 from auto3d.capture import alike, operation_cost
 from auto3d.capture.model import capture
-from auto3d.sequence.sliced import sliced
+from auto3d.derived.planned_split import planned_split
+from auto3d.derived.shards import tensor_parallel
+from auto3d.derived.slices import sliced
+from auto3d.share import Share
 from auto3d.tensor import derive, operations, ways
-from auto3d.tensor.model import tensor_parallel
-from auto3d.tensor.planned_split import planned_split
 from tests.models import TEXT, gpt2, llama
 
 COUNTED = {
@@ -52,7 +53,7 @@ def test_more_layers_take_no_more_work(counts, name):
     for layers in (6, 12):
         captured = capture(partial(MODELS[name], layers), TEXT.input_specs(), 2)
         counts.clear()
-        tensor_parallel(captured, 2, split=planned_split(captured, 2, rules={}))
+        tensor_parallel(captured, 2, split=planned_split(captured, Share(tp=2), rules={}))
         sliced(captured, 2)
         found.append(dict(counts))
     assert found[0] == found[1]

@@ -15,9 +15,9 @@ from torch import nn
 
 from auto3d.capture.export import InputSpec
 from auto3d.capture.model import CapturedModel, capture
+from auto3d.derived.shards import tensor_parallel
 from auto3d.tensor.derivation import Derivation
 from auto3d.tensor.derive import _Search
-from auto3d.tensor.model import tensor_parallel
 from auto3d.tensor_placement import COPIED, WHOLE, TensorPlacement
 
 SAMPLES, WIDTH = 2, 64  # equally many positions and features: every value can be transposed

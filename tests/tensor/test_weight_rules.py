@@ -22,10 +22,11 @@ from transformers import (
 from auto3d.capture.export import InputSpec
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.capture.skeleton import skeleton
+from auto3d.derived.planned_split import planned_split, ruled_reasons
+from auto3d.derived.shards import tensor_parallel
 from auto3d.errors import InputError
+from auto3d.share import Share
 from auto3d.tensor.known_rules import RULES, SHIPPED, STYLES
-from auto3d.tensor.model import tensor_parallel
-from auto3d.tensor.planned_split import planned_split, ruled_reasons
 from auto3d.tensor.weight_rules import RuledSplits, known_rules, weight_splits, weight_uses
 from auto3d.tensor_placement import COPIED, WHOLE, Split
 from tests import models
@@ -229,7 +230,7 @@ def test_rules_of_modules_that_share_a_weight_must_agree():
 )
 def test_known_rules_fix_what_they_name_and_the_rest_is_derived(model, derived):
     captured = models.captured(model, 2)
-    ruled, planned = splits_of(captured, 2), planned_split(captured, 2, rules={})
+    ruled, planned = splits_of(captured, 2), planned_split(captured, Share(tp=2), rules={})
     assert tensor_parallel(captured, 2, split=planned).split == planned
     assert ruled.items() <= planned.items()
     assert derived <= planned.keys() - ruled.keys()
@@ -239,7 +240,7 @@ def test_derived_splits_fit_a_users_rules():
     """Layer 0 is whole by the rules, and layer 1 splits the input features of what GPT-2's own rules call a column."""
     rules = {"*.h.0.mlp.*": "whole", "*.h.1.mlp.c_fc": "row", "*.h.1.mlp.c_proj": "row"}
     captured = models.captured("gpt2", 2)
-    splits = planned_split(captured, 2, rules=rules)
+    splits = planned_split(captured, Share(tp=2), rules=rules)
     assert not [name for name in splits if ".h.0.mlp." in name]
     assert splits["transformer.h.1.mlp.c_fc.weight"] == Split(0, (32,))
     assert splits["transformer.h.2.mlp.c_fc.weight"] == Split(1, (128,))
@@ -259,12 +260,12 @@ def test_splits_that_no_operation_can_use_are_refused_or_dropped(is_users, monke
     name, uneven = "transformer.wte.weight", Split(0, (100, 156))  # an embedding's rows are one block
     by_user = frozenset([name] if is_users else [])
     ruled = RuledSplits(pinned={name: uneven}, by_user=by_user, impossible={})
-    monkeypatch.setattr("auto3d.tensor.planned_split.weight_splits", lambda *_, **__: ruled)
+    monkeypatch.setattr("auto3d.derived.planned_split.weight_splits", lambda *_, **__: ruled)
     if is_users:
         with pytest.raises(InputError, match=rf"^tensor_parallel: {re.escape(name)} cannot be split along dimension 0"):
-            planned_split(models.captured("gpt2", 2), 2, rules={})
+            planned_split(models.captured("gpt2", 2), Share(tp=2), rules={})
     else:
-        assert planned_split(models.captured("gpt2", 2), 2, rules={})[name] == Split(0, (256,))
+        assert planned_split(models.captured("gpt2", 2), Share(tp=2), rules={})[name] == Split(0, (256,))
 
 
 def test_every_word_is_documented():

@@ -18,13 +18,13 @@ from auto3d.cost.memory.segments import Segments, earlier
 from auto3d.cost.memory.stage import StageMemory, mean_of_slices, private_parameters, stage_memory
 from auto3d.cost.memory.stage_tensors import StageTensor, fused_stage_tensors, stage_tensors
 from auto3d.cost.model_work import ModelWork
-from auto3d.cost.share import Share, share_of, shares_of
 from auto3d.cost.tables import WorkTables, without
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.plan import Plan, StagePlan
 from auto3d.schedule.moments import COUNTS, Key, Moment, all_moments, highest_moments, stages_of
 from auto3d.schedule.operation import Kind
-from auto3d.schedule.shape import Shape, shape_of
+from auto3d.schedule.shape import Shape, shape_of, shares_of
+from auto3d.share import Share, share_of
 from auto3d.simulate.memory_timeline import BytesOverTime
 from auto3d.simulate.simulate import Timeline
 

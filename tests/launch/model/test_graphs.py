@@ -9,8 +9,8 @@ import pytest
 
 from auto3d.capture import cache
 from auto3d.capture.interpolate import interpolate
-from auto3d.cost.share import Share
 from auto3d.errors import InputError
+from auto3d.share import Share
 from launch.model.capture_process import CaptureProcess
 from launch.model.graphs import PlanningModel
 from launch.recipe.load import LoadedRecipe, load
@@ -40,21 +40,24 @@ def test_the_sharding_of_an_interpolated_graph_is_not_stored(folder, kept):
 
 def test_the_graphs_of_slices_are_kept_and_those_of_another_process_are_the_same(folder, kept):
     model = PlanningModel(load("small.yaml", CAUSAL))
-    graphs = model.slice_graphs(2, 2)
+    graphs = model.local_graphs(2, Share(slices=2))
     assert [model.graph_of(2, Share(slices=2, slice_number=number)) for number in range(2)] == list(graphs)
     again = PlanningModel(load("small.yaml", CAUSAL))
-    assert again.slice_graphs(2, 2) == graphs
+    assert again.local_graphs(2, Share(slices=2)) == graphs
     assert not again.captured
-    assert again.slice_graphs(2, 4) != graphs
+    assert again.local_graphs(2, Share(slices=4)) != graphs
     with CaptureProcess() as process:
-        assert PlanningModel(load("small.yaml", CAUSAL), fresh=True, process=process).slice_graphs(2, 2) == graphs
+        assert (
+            PlanningModel(load("small.yaml", CAUSAL), fresh=True, process=process).local_graphs(2, Share(slices=2))
+            == graphs
+        )
 
 
 def test_a_model_that_cannot_run_in_slices_says_so_in_another_process_too(folder, kept):
     with CaptureProcess() as process:
         for model in (PlanningModel(load("own.yaml", [])), PlanningModel(load("own.yaml", []), process=process)):
             with pytest.raises(InputError, match="schedule: this model cannot run in slices of its sequence"):
-                model.slice_graphs(4, 2)
+                model.local_graphs(4, Share(slices=2))
 
 
 def _die(_recipe: LoadedRecipe, _size: int) -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from auto3d.capture.interpolate import interpolate
-from auto3d.cost.share import Share
 from auto3d.errors import InputError
+from auto3d.share import Share
 from launch.model.costs import INTERPOLATED, planning_subject
 from launch.model.search import search_recipe
 from launch.recipe.load import load
@@ -39,7 +39,7 @@ def test_a_size_is_interpolated_once(folder, monkeypatch):
     subject = planning_subject(load("small.yaml", TWO_NODES))
     for share in (Share(), Share(tp=2), Share(tp=2, sequence_parallel=True)):
         subject.work(8, share)
-        subject.split(8, share.tp, share.sequence_parallel)
+        subject.split(8, share)
     assert made == [8]
 
 

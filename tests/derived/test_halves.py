@@ -9,31 +9,32 @@ from torch import nn
 
 from auto3d.capture.export import InputSpec
 from auto3d.capture.model import CapturedModel, capture
+from auto3d.derived.halves import DROPOUT_MASK, sub_pipelined
+from auto3d.derived.model import Derived
+from auto3d.derived.shards import tensor_parallel
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import cut
 from auto3d.partition.turns import Handover, Turn, turns, values_with_gradient
 from auto3d.plan import PlanError, StagePlan, stages_between
-from auto3d.tensor.halves import DROPOUT_MASK, SubPipelinedModel, sub_pipelined
-from auto3d.tensor.model import tensor_parallel
 from tests.models import captured
 from tests.soak import soak
 
 
-def halved(model: CapturedModel, **options) -> SubPipelinedModel:
+def halved(model: CapturedModel, **options) -> Derived:
     return sub_pipelined(tensor_parallel(model, 2, **options))
 
 
 @pytest.fixture(scope="module")
-def gpt2() -> SubPipelinedModel:
+def gpt2() -> Derived:
     return halved(captured("gpt2-dropout", 4))
 
 
-def once(model: SubPipelinedModel) -> list[str]:
+def once(model: Derived) -> list[str]:
     """Operators of operations that run once for a micro-batch, and are neither cheap nor a dropout's mask."""
-    operators = {node.name: node.target for node in model.local.exported.program.nodes}
+    operators = {node.name: node.target for node in model.program.exported.program.nodes}
     return [
         node.operator.split(".")[1]
-        for node in model.local.graph.nodes
+        for node in model.program.graph.nodes
         if node.name not in model.half_of and not node.from_inputs and operators[node.name] is not DROPOUT_MASK
     ]
 
@@ -60,9 +61,9 @@ def test_products_run_on_halves_and_the_loss_once(name, sequence_parallel):
     ran = Counter(once(model))
     assert not ran.keys() & {"linear", "addmm", "conv2d", "scaled_dot_product_attention"}
     assert ran["cross_entropy_loss"] + ran["vocabulary_cross_entropy"] == 1
-    plain = tensor_parallel(captured(name, 4), 2, sequence_parallel=sequence_parallel).local.graph
+    plain = tensor_parallel(captured(name, 4), 2, sequence_parallel=sequence_parallel).program.graph
     products = {node.name: node.flops for node in plain.nodes if node.flops > 10_000 and node.saves}
-    nodes = {node.name: node for node in model.local.graph.nodes}
+    nodes = {node.name: node for node in model.program.graph.nodes}
     for product, flops in products.items():
         if f"{product}_half0" in nodes:
             assert [nodes[f"{product}_half{half}"].flops for half in (0, 1)] == [flops / 2] * 2
@@ -75,10 +76,10 @@ def test_attention_with_dropout_in_its_kernel_runs_once(gpt2):
 
 
 def test_stages_and_kept_ranges_of_the_whole_graph_have_their_place(gpt2):
-    count, local = len(gpt2.whole.graph.nodes), gpt2.local.graph
-    assert list(gpt2.positions) == sorted(gpt2.positions)
+    count, local = len(gpt2.whole.graph.nodes), gpt2.program.graph
+    assert list(gpt2.positions[0]) == sorted(gpt2.positions[0])
     of_name = {node.name: position for position, node in enumerate(gpt2.whole.graph.nodes)}
-    for node, position in zip(local.nodes, gpt2.positions, strict=True):
+    for node, position in zip(local.nodes, gpt2.positions[0], strict=True):
         name = node.name.rsplit("_half", 1)[0]
         assert of_name.get(name, position) <= position  # a joined or sliced value belongs to its first user
     plans = [replace(each, kept=each.operations) for each in stages_between([0, count // 2, count])]
@@ -88,11 +89,11 @@ def test_stages_and_kept_ranges_of_the_whole_graph_have_their_place(gpt2):
     assert {gpt2.half_of.get(transfer.value.name) for transfer in stages[1].received} >= {0, 1}
 
 
-def all_turns(model: SubPipelinedModel, kept: tuple = ()) -> list[Turn]:
-    count = len(model.local.graph.nodes)
-    (stage,) = cut(model.local.graph, [StagePlan(operations=((0, count),))])
-    divided = segments(model.local.graph, stage, kept or [(0, count)])
-    return list(turns(model.local, divided, model.half_of))
+def all_turns(model: Derived, kept: tuple = ()) -> list[Turn]:
+    count = len(model.program.graph.nodes)
+    (stage,) = cut(model.program.graph, [StagePlan(operations=((0, count),))])
+    divided = segments(model.program.graph, stage, kept or [(0, count)])
+    return list(turns(model.program, divided, model.half_of))
 
 
 def exposed(order: tuple[Turn, ...], backward: bool) -> int:
@@ -129,8 +130,8 @@ def test_every_collective_runs_under_the_other_half():
 
 def test_a_turn_has_what_it_needs(gpt2):
     """Replays both orders: nothing runs before what it takes, and everything runs once."""
-    with_gradient = values_with_gradient(gpt2.local.exported.program)
-    for each in all_turns(gpt2, kept=((0, len(gpt2.local.graph.nodes) // 2),)):
+    with_gradient = values_with_gradient(gpt2.program.exported.program)
+    for each in all_turns(gpt2, kept=((0, len(gpt2.program.graph.nodes) // 2),)):
         present = set(each.segment.takes)
         for turn in each.forward:
             takes, gives = (

@@ -11,9 +11,10 @@ from torch import nn
 
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.data import DataSettings
+from auto3d.derived.explain import explain
+from auto3d.derived.model import Derived
+from auto3d.derived.shards import tensor_parallel
 from auto3d.runtime.verify_shards import check_shards
-from auto3d.tensor.explain import explain
-from auto3d.tensor.model import TensorParallelModel, tensor_parallel
 from tests.models import IMAGES, NO_DROPOUT, TEXT
 from tests.soak import soak
 
@@ -154,7 +155,7 @@ def captured(family: str) -> tuple[CapturedModel, DataSettings]:
     return capture(build, data.input_specs(), 2), data
 
 
-def checked(family: str, shards: int, *, sequence_parallel: bool = False) -> TensorParallelModel:
+def checked(family: str, shards: int, *, sequence_parallel: bool = False) -> Derived:
     """The model on ``shards`` ranks, after one micro-batch of it equalled that of one process."""
     whole, data = captured(family)
     found = tensor_parallel(whole, shards, sequence_parallel=sequence_parallel)

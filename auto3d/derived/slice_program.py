@@ -20,9 +20,9 @@ from auto3d.capture.loss_terms import LossTerms, loss_terms
 from auto3d.capture.masks import ATTENTION
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.nodes import args_of
+from auto3d.derived.halves import DROPOUT_MASK
+from auto3d.derived.slice_operators import CAUSAL_ROWS, WITH_EARLIER
 from auto3d.plan import PlanError
-from auto3d.sequence.operators import CAUSAL_ROWS, WITH_EARLIER
-from auto3d.tensor.halves import DROPOUT_MASK
 from auto3d.tensor.operations import RuledCall, calls_of, ruled_calls
 from auto3d.tensor.rules.call import Axis, Call, Rule, Way
 from auto3d.tensor_placement import WHOLE, PlacementKind, Split, TensorPlacement

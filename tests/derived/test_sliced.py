@@ -9,12 +9,13 @@ from torch import nn
 
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.data import DataSettings, InputField
+from auto3d.derived import slice_program
+from auto3d.derived.model import Derived
+from auto3d.derived.slices import sliced
 from auto3d.errors import InputError
 from auto3d.plan import PlanError
 from auto3d.runtime.earlier_slices import EarlierSlices
 from auto3d.runtime.verify_slices import SlicesDifferError, check_slices
-from auto3d.sequence import slice_program
-from auto3d.sequence.sliced import SlicedModel, sliced
 from tests.models import TOKENS, TRAINED, captured
 from tests.soak import soak
 
@@ -129,7 +130,7 @@ def model_of(name: str) -> tuple[CapturedModel, DataSettings]:
     return captured(name, 2), TRAINED[name][1]
 
 
-def check(model: SlicedModel, data: DataSettings) -> None:
+def check(model: Derived, data: DataSettings) -> None:
     check_slices(model, data, seed=3, device=CPU)
 
 

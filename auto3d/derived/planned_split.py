@@ -4,28 +4,27 @@ from collections.abc import Mapping
 
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.skeleton import skeleton
+from auto3d.derived.shards import derived_split
 from auto3d.garbage import garbage_collection_paused
 from auto3d.plan import PlanError
+from auto3d.share import Share
 from auto3d.tensor.derivation import ImpossibleSplitError
-from auto3d.tensor.model import derived_split
 from auto3d.tensor.weight_rules import RuledSplits, known_rules, weight_splits
 from auto3d.tensor_placement import Split
 
 
-def planned_split(
-    captured: CapturedModel, shards: int, *, rules: Mapping[str, str], sequence_parallel: bool = False
-) -> dict[str, Split]:
-    """``Plan.split`` of ``captured`` on ``shards`` ranks; what has no entry is whole on every rank.
+def planned_split(captured: CapturedModel, share: Share, *, rules: Mapping[str, str]) -> dict[str, Split]:
+    """``Plan.split`` of ``captured`` for ranks with ``share`` of its work; what has no entry is whole on every rank.
 
     A user's ``rules`` come first, then those that are known for the model. The splits that neither names are derived
     from the graph, with those two fixed. Raises PlanError if a user's rule is not possible; a known rule that is not
     possible counts as none.
     """
-    ruled = _ruled(captured, shards, rules)
+    ruled = _ruled(captured, share.tp, rules)
     pinned = dict(ruled.pinned)
     while True:
         try:
-            return derived_split(captured, shards, pinned=pinned, sequence_parallel=sequence_parallel)
+            return derived_split(captured, share, pinned=pinned)
         except ImpossibleSplitError as error:
             if error.name in ruled.by_user:
                 raise PlanError(f"tensor_parallel: {str(error).removeprefix('split: ')}") from None

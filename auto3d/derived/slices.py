@@ -1,42 +1,18 @@
 """The entry point: a captured model in slices of its sequence, as Seq1F1B runs it (Sun et al. 2024, section 3)."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from auto3d.capture.describe import describe
 from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel
+from auto3d.derived.model import Derived
+from auto3d.derived.slice_program import slice_programs
 from auto3d.garbage import garbage_collection_paused
-from auto3d.plan import StagePlan, stages_at
-from auto3d.sequence.slice_program import slice_programs
+from auto3d.share import Share
+from auto3d.tensor_placement import WHOLE
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlicedModel:
-    """``whole`` in slices of equal length: the program of each, in the order of the sequence.
-
-    A slice computes what ``whole`` computes at its places of the sequence, from its own values and from the keys and
-    values of attention that the slices before it had. So forwards go from the first slice to the last, and backwards
-    from the last to the first. The loss of a slice is the mean over its own targets. All programs have the state of
-    ``whole``, and take all of its inputs.
-    """
-
-    whole: CapturedModel
-    programs: tuple[CapturedModel, ...]
-    positions: tuple[tuple[int, ...], ...]
-    """Per program, for each node of its Graph the position in the whole Graph of the operation that it belongs to, in
-    ascending order."""
-
-    @property
-    def slices(self) -> int:
-        return len(self.programs)
-
-    def stages(self, number: int, stages: Sequence[StagePlan]) -> tuple[StagePlan, ...]:
-        """The stages of program ``number`` that match ``stages`` of the whole Graph, what they keep included."""
-        return stages_at(self.positions[number], stages)
-
-
-def sliced(captured: CapturedModel, slices: int, *, fused_attention: bool = True) -> SlicedModel:
+def sliced(captured: CapturedModel, slices: int, *, fused_attention: bool = True) -> Derived:
     """``captured`` in ``slices`` slices of its sequence; ``fused_attention`` is that of ``describe``.
 
     Raises PlanError where the model does not allow it: see ``slice_programs``.
@@ -49,7 +25,14 @@ def sliced(captured: CapturedModel, slices: int, *, fused_attention: bool = True
             graph = _counted_in_full(_kept_by_slices(graph, made.joined), made.masked)
             programs.append(CapturedModel(graph=graph, exported=made.exported))
             positions.append(tuple(position[made.operation_of[node.name]] for node in graph.nodes))
-    return SlicedModel(whole=captured, programs=tuple(programs), positions=tuple(positions))
+    state = captured.graph.parameters | captured.graph.buffers
+    return Derived(
+        whole=captured,
+        share=Share(slices=slices),
+        programs=tuple(programs),
+        positions=tuple(positions),
+        placements=dict.fromkeys(state, WHOLE),
+    )
 
 
 def _kept_by_slices(graph: Graph, joined: dict[str, str]) -> Graph:

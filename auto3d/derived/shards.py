@@ -1,46 +1,17 @@
 """The entry point: a captured model as each rank of a tensor-parallel group runs it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from auto3d.capture.describe import describe
 from auto3d.capture.model import CapturedModel
+from auto3d.derived.model import Derived
+from auto3d.derived.shard_program import local_program, placed_state
 from auto3d.garbage import garbage_collection_paused
-from auto3d.plan import PlanError, StagePlan, stages_at
+from auto3d.plan import PlanError
+from auto3d.share import Share
 from auto3d.tensor.derivation import Derivation
 from auto3d.tensor.derive import derive
-from auto3d.tensor.local_program import local_program, placed_state
-from auto3d.tensor_placement import Split, TensorPlacement
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorParallelModel:
-    """What each of ``shards`` ranks runs of the model ``whole``: the same program ``local`` on tensors of its own.
-
-    ``local`` has the operations of ``whole`` under their names, with local shapes, and between them the conversions of
-    tensor/collectives.py. Its state has the names of the whole model's.
-    """
-
-    whole: CapturedModel
-    local: CapturedModel
-    shards: int
-    sequence_parallel: bool
-    placements: Mapping[str, TensorPlacement]
-    """Placement of every parameter and buffer of the model, by its name, and of every value of the program."""
-    positions: tuple[int, ...]
-    """For each node of the local Graph the position in the whole Graph of the operation that it belongs to, in
-    ascending order: a conversion belongs to the operation whose result it converts, or that needs its result."""
-    drawn_per_shard: frozenset[str]  # random operations whose results are split: each rank draws numbers of its own
-
-    @property
-    def split(self) -> dict[str, Split]:
-        """How the parameters and buffers are split, as a Plan says it."""
-        state = {*self.whole.graph.parameters, *self.whole.graph.buffers}
-        return {n: p.split for n, p in sorted(self.placements.items()) if n in state and p.split is not None}
-
-    def stages(self, stages: Sequence[StagePlan]) -> tuple[StagePlan, ...]:
-        """The stages of the local Graph that match ``stages`` of the whole one, what they keep included."""
-        return stages_at(self.positions, stages)
+from auto3d.tensor_placement import Split
 
 
 def tensor_parallel(
@@ -51,7 +22,7 @@ def tensor_parallel(
     pinned: Mapping[str, Split | None] | None = None,
     sequence_parallel: bool = False,
     fused_attention: bool = True,
-) -> TensorParallelModel:
+) -> Derived:
     """``captured`` as each of ``shards`` ranks runs it, with the least communication.
 
     ``split`` is how a Plan splits all of the model's state. Without it, every product's weights are split where that is
@@ -70,23 +41,20 @@ def tensor_parallel(
         program = local_program(exported, derivation, shards)
         graph = describe(program.exported, fused_attention=fused_attention)
         position = {node.name: number for number, node in enumerate(captured.graph.nodes)}
-        return TensorParallelModel(
+        return Derived(
             whole=captured,
-            local=CapturedModel(graph=graph, exported=program.exported),
-            shards=shards,
-            sequence_parallel=sequence_parallel,
+            share=Share(tp=shards, sequence_parallel=sequence_parallel),
+            programs=(CapturedModel(graph=graph, exported=program.exported),),
             placements={names.get(name, name): placed for name, placed in program.placements.items()},
-            positions=tuple(position[program.operation_of[node.name]] for node in graph.nodes),
+            positions=(tuple(position[program.operation_of[node.name]] for node in graph.nodes),),
             drawn_per_shard=program.drawn_per_shard,
         )
 
 
-def derived_split(
-    captured: CapturedModel, shards: int, *, pinned: Mapping[str, Split | None], sequence_parallel: bool
-) -> dict[str, Split]:
-    """``tensor_parallel(...).split`` of the same arguments, without the program of a rank."""
+def derived_split(captured: CapturedModel, share: Share, *, pinned: Mapping[str, Split | None]) -> dict[str, Split]:
+    """``tensor_parallel(...).split`` for ``share``, without the program of a rank."""
     with garbage_collection_paused():
-        placed = placed_state(captured.exported, _derived(captured, shards, pinned, sequence_parallel))
+        placed = placed_state(captured.exported, _derived(captured, share.tp, pinned, share.sequence_parallel))
     return {name: each.split for name, each in sorted(placed.items()) if each.split is not None}
 
 

@@ -1,4 +1,4 @@
-"""The Graph of a tensor-parallel rank for planning: all that the cost model needs, without torch and the program."""
+"""The Graphs of derived programs for planning: all that the cost model needs, without torch and the programs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from auto3d.capture.graph_json import graph_from_json, graph_to_json
 from auto3d.tensor_placement import PlacementKind, Split
 
 if TYPE_CHECKING:
-    from auto3d.tensor.model import TensorParallelModel
+    from auto3d.derived.model import Derived
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalGraph:
-    """What each of ``shards`` ranks runs of a whole Graph; see ``auto3d.tensor.model.TensorParallelModel``."""
+    """What each of ``shards`` ranks runs of a whole Graph, for all tokens or for a slice of them; see ``Derived``."""
 
     graph: Graph
     positions: tuple[int, ...]  # position in the whole Graph of the operation that each node belongs to, ascending
@@ -25,15 +25,13 @@ class LocalGraph:
     split: Mapping[str, Split]  # how the parameters and buffers are split, as a Plan says it
 
 
-def local_graph(model: TensorParallelModel) -> LocalGraph:
-    """The LocalGraph of ``model``."""
-    copied = (n for n in model.local.graph.parameters if model.placements[n].kind is PlacementKind.COPIED)
-    return LocalGraph(
-        graph=model.local.graph,
-        positions=model.positions,
-        shards=model.shards,
-        copied=frozenset(copied),
-        split=model.split,
+def local_graphs(model: Derived) -> tuple[LocalGraph, ...]:
+    """The LocalGraph of each program of ``model``."""
+    parameters = model.whole.graph.parameters
+    copied = frozenset(n for n in parameters if model.placements[n].kind is PlacementKind.COPIED)
+    return tuple(
+        LocalGraph(graph=program.graph, positions=positions, shards=model.share.tp, copied=copied, split=model.split)
+        for program, positions in zip(model.programs, model.positions, strict=True)
     )
 
 

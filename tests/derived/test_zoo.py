@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from auto3d.capture.model import capture
+from auto3d.derived.slices import sliced
 from auto3d.errors import InputError
 from auto3d.plan import PlanError
 from auto3d.runtime.verify_slices import check_slices
-from auto3d.sequence.sliced import sliced
 from tests.zoo.__main__ import ENTRIES
 from tests.zoo.entry import Entry
 

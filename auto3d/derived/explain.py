@@ -10,8 +10,8 @@ from math import prod
 from torch import fx
 
 from auto3d.capture.nodes import args_of
+from auto3d.derived.model import Derived
 from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY, Collective, conversion_of
-from auto3d.tensor.model import TensorParallelModel
 from auto3d.tensor.rules import RULES
 from auto3d.tensor.ways import OperationWays, operations_of
 from auto3d.tensor_placement import PlacementKind, Split
@@ -51,15 +51,15 @@ class Explanation:
     exchanges: tuple[CollectiveTotal, ...]
 
 
-def explain(model: TensorParallelModel) -> Explanation:
+def explain(model: Derived) -> Explanation:
     """The explanation of ``model``, for one micro-batch of its size."""
-    graph, local = model.whole.graph, model.local.graph
+    graph, local = model.whole.graph, model.program.graph
     flops = {node.name: node.flops for node in local.nodes}
     divided = sum(node.flops for node in graph.nodes if flops.get(node.name, 0) < node.flops)
     total_bytes = sum(value.bytes for value in graph.parameters.values())
     split_bytes = sum(graph.parameters[name].bytes for name in model.split if name in graph.parameters)
     return Explanation(
-        shards=model.shards,
+        shards=model.share.tp,
         weights=tuple(_weights(model)),
         split_flops=divided / max(1, sum(node.flops for node in graph.nodes)),
         split_bytes=split_bytes / max(1, total_bytes),
@@ -67,10 +67,10 @@ def explain(model: TensorParallelModel) -> Explanation:
     )
 
 
-def exchanges(model: TensorParallelModel) -> tuple[CollectiveTotal, ...]:
+def exchanges(model: Derived) -> tuple[CollectiveTotal, ...]:
     """The collectives of one micro-batch, by kind and phase."""
     sums: dict[tuple[str, Collective], tuple[int, int]] = {}
-    for node in model.local.exported.program.nodes:
+    for node in model.program.exported.program.nodes:
         for phase, collective, size in _collectives_of(node):
             count, bytes_so_far = sums.get((phase, collective), (0, 0))
             sums[phase, collective] = count + 1, bytes_so_far + size
@@ -103,8 +103,8 @@ def _collectives_of(node: fx.Node) -> Iterator[tuple[str, Collective, int]]:
         yield BACKWARD, conversion.backward, size
 
 
-def _weights(model: TensorParallelModel) -> Iterator[WeightSplit]:
-    operations = operations_of(model.whole, model.shards, pinned={}, sequence_parallel=model.sequence_parallel)
+def _weights(model: Derived) -> Iterator[WeightSplit]:
+    operations = operations_of(model.whole, model.share.tp, pinned={}, sequence_parallel=model.share.sequence_parallel)
     names = model.whole.exported.parameters
     shapes = {name: value.shape for name, value in model.whole.graph.parameters.items()}
     users = _users(operations, names.keys())
@@ -142,7 +142,7 @@ def _users(
 
 
 def _reason(
-    model: TensorParallelModel,
+    model: Derived,
     shape: tuple[int, ...],
     products: Sequence[tuple[OperationWays, fx.Node]],
     unruled: Sequence[OperationWays],
@@ -153,5 +153,5 @@ def _reason(
         places = [place for place, each in enumerate(operation.call.operands) if each is node]
         if not any(way.needs[place].kind is PlacementKind.SPLIT for way in operation.ways for place in places):
             sizes = " × ".join(map(str, shape))
-            return f"{operation.call.operator} cannot split its {sizes} evenly among {model.shards} ranks"
+            return f"{operation.call.operator} cannot split its {sizes} evenly among {model.share.tp} ranks"
     return "splitting it needs more communication"

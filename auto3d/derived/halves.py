@@ -9,7 +9,7 @@ the halves joined and runs once, so that its result is that of the undivided pro
 runs once.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,10 +20,10 @@ from auto3d.capture.alike import DerivedCalls
 from auto3d.capture.describe import describe, is_random
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.nodes import args_of
+from auto3d.derived.model import Derived
 from auto3d.garbage import garbage_collection_paused
 from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, PlanError
 from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING, conversion_of, split_of
-from auto3d.tensor.model import TensorParallelModel
 from auto3d.tensor.operations import calls_of
 from auto3d.tensor.rules import rule_of
 from auto3d.tensor.rules.call import Axis, Call, Rule, Way
@@ -52,17 +52,7 @@ _LIBRARY.impl("dropout_mask", _dropout_mask, "CompositeExplicitAutograd")
 DROPOUT_MASK = torch.ops.auto3d.dropout_mask.default
 
 
-@dataclass(frozen=True, kw_only=True)
-class SubPipelinedModel(TensorParallelModel):
-    """A tensor-parallel model whose ``local`` program runs most operations once for each half of a micro-batch.
-
-    The two are called NAME_half0 and NAME_half1 after the operation NAME. An operation that keeps its name runs once.
-    """
-
-    half_of: Mapping[str, int]  # name of a node of the local Graph -> 0 or 1, for those that run on one half
-
-
-def sub_pipelined(model: TensorParallelModel) -> SubPipelinedModel:
+def sub_pipelined(model: Derived) -> Derived:
     """``model`` with each micro-batch in two halves. Every value is that of ``model``, and so is every gradient except
     for the order in which the samples' gradients of a weight are added up.
 
@@ -70,7 +60,7 @@ def sub_pipelined(model: TensorParallelModel) -> SubPipelinedModel:
     normalise by batch statistics, and for a model of whose collectives none lies between operations on halves.
     """
     with garbage_collection_paused():
-        graph = model.local.graph
+        graph = model.program.graph
         if graph.micro_batch_size % HALVES:
             raise PlanError(
                 f"{_key()} divides the samples of a micro-batch into two halves, and a rank has "
@@ -84,16 +74,13 @@ def sub_pipelined(model: TensorParallelModel) -> SubPipelinedModel:
                 )
         builder = _HalvesBuilder(model)
         builder.build()
-        exported = replace(model.local.exported, program=builder.graph)
+        exported = replace(model.program.exported, program=builder.graph)
         halved = describe(exported)
-        return SubPipelinedModel(
-            whole=model.whole,
-            local=CapturedModel(graph=halved, exported=exported),
-            shards=model.shards,
+        return replace(
+            model,
+            programs=(CapturedModel(graph=halved, exported=exported),),
+            positions=(tuple(builder.position[node.name] for node in halved.nodes),),
             placements={**model.placements, **builder.placements},
-            positions=tuple(builder.position[node.name] for node in halved.nodes),
-            drawn_per_shard=model.drawn_per_shard,
-            sequence_parallel=model.sequence_parallel,
             half_of=builder.half_of,
         )
 
@@ -108,7 +95,7 @@ def _alternative() -> str:
 
 @dataclass
 class _HalvesBuilder:
-    model: TensorParallelModel
+    model: Derived
     graph: fx.Graph = field(default_factory=fx.Graph)
     calls: DerivedCalls = field(init=False)
     position: dict[str, int] = field(default_factory=dict)  # node -> position in the whole Graph
@@ -124,8 +111,8 @@ class _HalvesBuilder:
         self.calls = DerivedCalls(self.graph)
 
     def build(self) -> None:
-        exported = self.model.local.exported
-        position = dict(zip((node.name for node in self.model.local.graph.nodes), self.model.positions, strict=True))
+        exported = self.model.program.exported
+        position = dict(zip((n.name for n in self.model.program.graph.nodes), self.model.positions[-1], strict=True))
         for node in exported.program.find_nodes(op="placeholder"):
             copy = self.graph.node_copy(node)
             copy.name = node.name

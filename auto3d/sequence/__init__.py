@@ -1,1 +1,0 @@
-"""A captured model in slices of its sequence: one program for each slice, which sees the slices before it."""

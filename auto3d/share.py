@@ -1,0 +1,32 @@
+"""The share of a micro-batch's work that one operation of one rank does."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """A tensor-parallel shard of the work of all tokens, or all the work of one slice of the sequence."""
+
+    tp: int = 1  # tensor-parallel degree
+    sequence_parallel: bool = False
+    slices: int = 1
+    slice_number: int = 0
+
+
+WHOLE = Share()
+
+
+class TensorChoices(Protocol):
+    """A Plan, or a candidate for one."""
+
+    @property
+    def tp(self) -> int: ...
+
+    @property
+    def sequence_parallel(self) -> bool: ...
+
+
+def share_of(plan: TensorChoices) -> Share:
+    """The share of one rank of ``plan`` in all tokens of a micro-batch."""
+    return Share(tp=plan.tp, sequence_parallel=plan.sequence_parallel and plan.tp > 1)
