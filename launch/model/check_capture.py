@@ -122,9 +122,9 @@ def check_once(
     """
     if not recipe.values.training.check_capture:
         return
-    for shares_of in [None, plan] if _is_shared(plan) else [None]:
-        if not is_checked(recipe, graph, shares_of):
-            tell(_check(recipe, graph, captured, shares_of))
+    for divided in [None, plan] if _is_shared(plan) else [None]:
+        if not is_checked(recipe, graph, divided):
+            tell(_check(recipe, graph, captured, divided))
 
 
 def check_plans(
