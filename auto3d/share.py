@@ -6,7 +6,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """A tensor-parallel shard of the work of all tokens, or all the work of one slice of the sequence."""
+    """A tensor-parallel shard of the work of all tokens, or of one slice of the sequence."""
 
     tp: int = 1  # tensor-parallel degree
     sequence_parallel: bool = False

@@ -26,7 +26,7 @@ def derived(
     the model does not allow it.
     """
     if share.slices > 1:
-        return sliced(captured, share.slices, fused_attention=fused_attention)
+        return sliced(captured, share.slices, tp=share.tp, split=split, fused_attention=fused_attention)
     of_all = tensor_parallel(
         captured,
         share.tp,

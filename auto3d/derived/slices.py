@@ -1,38 +1,74 @@
 """The entry point: a captured model in slices of its sequence, as Seq1F1B runs it (Sun et al. 2024, section 3)."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from auto3d.capture.describe import describe
 from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel
 from auto3d.derived.model import Derived
+from auto3d.derived.shards import tensor_parallel
 from auto3d.derived.slice_program import slice_programs
 from auto3d.garbage import garbage_collection_paused
+from auto3d.plan import PlanError
 from auto3d.share import Share
-from auto3d.tensor_placement import WHOLE
+from auto3d.tensor_placement import WHOLE, Split, TensorPlacement
 
 
-def sliced(captured: CapturedModel, slices: int, *, fused_attention: bool = True) -> Derived:
-    """``captured`` in ``slices`` slices of its sequence; ``fused_attention`` is that of ``describe``.
+def sliced(
+    captured: CapturedModel,
+    slices: int,
+    *,
+    tp: int = 1,
+    split: Mapping[str, Split] | None = None,
+    fused_attention: bool = True,
+) -> Derived:
+    """``captured`` in ``slices`` slices of its sequence, each divided among ``tp`` shards as ``split`` says.
 
-    Raises PlanError where the model does not allow it: see ``slice_programs``.
+    ``fused_attention`` is that of ``describe``. Raises PlanError where the model does not allow it: see
+    ``slice_programs`` and ``tensor_parallel``, and where the shards of two slices would hold different values.
     """
     position = {node.name: number for number, node in enumerate(captured.graph.nodes)}
-    programs, positions = [], []
+    state = captured.graph.parameters | captured.graph.buffers
+    placements: dict[str, TensorPlacement] = dict.fromkeys(state, WHOLE)
+    programs: list[CapturedModel] = []
+    positions: list[tuple[int, ...]] = []
+    drawn: set[str] = set()
     with garbage_collection_paused():
         for made in slice_programs(captured, slices):
-            graph = describe(made.exported, fused_attention=fused_attention)
+            graph, exported = describe(made.exported, fused_attention=fused_attention), made.exported
+            of_slice = tuple(position[made.operation_of[node.name]] for node in graph.nodes)
+            if tp > 1:
+                of_shard = tensor_parallel(
+                    CapturedModel(graph=graph, exported=exported), tp, split=split, fused_attention=fused_attention
+                )
+                _check_alike(placements if programs else {}, of_shard, made.joined)
+                placements |= of_shard.placements
+                drawn |= of_shard.drawn_per_shard
+                graph, exported = of_shard.program.graph, of_shard.program.exported
+                of_slice = tuple(of_slice[place] for place in of_shard.positions[0])
             graph = _counted_in_full(_kept_by_slices(graph, made.joined), made.masked)
-            programs.append(CapturedModel(graph=graph, exported=made.exported))
-            positions.append(tuple(position[made.operation_of[node.name]] for node in graph.nodes))
-    state = captured.graph.parameters | captured.graph.buffers
+            programs.append(CapturedModel(graph=graph, exported=exported))
+            positions.append(of_slice)
     return Derived(
         whole=captured,
-        share=Share(slices=slices),
+        share=Share(tp=tp, slices=slices),
         programs=tuple(programs),
         positions=tuple(positions),
-        placements=dict.fromkeys(state, WHOLE),
+        placements=placements,
+        drawn_per_shard=frozenset(drawn),
     )
+
+
+def _check_alike(before: Mapping[str, TensorPlacement], of_shard: Derived, joined: Iterable[str]) -> None:
+    """Raise PlanError if the shards of a slice hold keys and values, or state, otherwise than ``before``."""
+    held = {*of_shard.whole.graph.parameters, *of_shard.whole.graph.buffers, *joined}
+    for name in sorted(held & before.keys() & of_shard.placements.keys()):
+        if before[name] != of_shard.placements[name]:
+            raise PlanError(
+                f"tp: {of_shard.share.tp}; the ranks would hold {name} otherwise in one slice of the sequence than in "
+                "another; use tp = 1, or a schedule without slices"
+            )
 
 
 def _kept_by_slices(graph: Graph, joined: dict[str, str]) -> Graph:

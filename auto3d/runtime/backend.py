@@ -153,6 +153,7 @@ class RealBackend:
                 model,
                 [stages[number] for stages in layout.stages_of_slices],
                 lambda stage, own: build(stage, programs[own.number], own),
+                of_shard=of_shard,
             )
             for number, pipe in layout.stages
         }

@@ -17,6 +17,7 @@ from auto3d.capture.nodes import args_of
 from auto3d.derived.model import Derived
 from auto3d.derived.slice_operators import WITH_EARLIER
 from auto3d.runtime.randomness import Randomness
+from auto3d.runtime.stage_program import DerivedProgram
 
 
 class EarlierSlices:
@@ -113,11 +114,15 @@ class AttentionToEarlier(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class SliceOfStage:
-    """The program of slice ``number`` of ``model`` as a stage runs it; ``slices`` has what the stage keeps of them."""
+    """The program of slice ``number`` of ``model`` as a stage runs it; ``slices`` has what the stage keeps of them.
+
+    ``of_shard`` runs what is left, where each slice is divided among shards.
+    """
 
     model: Derived
     number: int
     slices: EarlierSlices
+    of_shard: DerivedProgram | None = None
 
     def module_of(self, node: fx.Node, number: int, randomness: Randomness) -> nn.Module | None:
         """The module that replaces ``node``; None if it runs as it is."""
@@ -128,4 +133,4 @@ class SliceOfStage:
             if all(each.target is WITH_EARLIER for each in keys_and_values):
                 names = [(each.name, int(args_of(each)[1])) for each in keys_and_values]
                 return AttentionToEarlier(self.slices, names, self.number)
-        return None
+        return None if self.of_shard is None else self.of_shard.module_of(node, number, randomness)

@@ -49,12 +49,13 @@ from auto3d.runtime.tensor_group import ProcessTensorGroup
 from auto3d.runtime.totals import Totals
 from auto3d.runtime.weight_shard import WeightShard
 from auto3d.runtime.world import World, connect, new_group
+from auto3d.schedule import without_slices
 from auto3d.schedule.check import check
 from auto3d.schedule.lowering import lower
 from auto3d.schedule.operation import Schedule
 from auto3d.schedule.program import PipeStage, Program
 from auto3d.schedule.shape import shares_of
-from auto3d.share import Share
+from auto3d.share import Share, share_of
 
 _CAUSE_OF_SEED = (
     "the model's initialisation does not follow from training.seed alone, but depends on the rank, the time or a "
@@ -313,9 +314,14 @@ def predicted_memory(captured: CapturedModel, plan: Plan, settings: TrainingSett
     options = memory_options(settings.optimizer, settings.device, captured.graph.precision, lambda: captured.graph)
     program = rank_program(captured, plan, 1)
     if program.derived is not None and program.derived.share.slices > 1:
-        graphs, whole = local_graphs(program.derived), _work_of(captured.graph)
+        graphs, whole = list(local_graphs(program.derived)), _work_of(captured.graph)
+        shares = list(shares_of(plan))
+        if plan.tp > 1:  # the share of all tokens has the sizes of the weights
+            of_tokens = rank_program(captured, without_slices(plan), 1).derived
+            assert of_tokens is not None
+            graphs, shares = [*graphs, *local_graphs(of_tokens)], [*shares, share_of(plan)]
         made = (work_of_local(whole, graph, precision=graph.graph.precision) for graph in graphs)
-        of_shares = dict(zip(shares_of(plan), made, strict=True))
+        of_shares = dict(zip(shares, made, strict=True))
         work = ModelWork(lambda samples, share: of_shares.get(share, whole), options)
         return PlanMemory(work, options).devices(plan)
 

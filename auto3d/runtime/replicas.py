@@ -32,7 +32,12 @@ def rank_program(captured: CapturedModel, plan: Plan, replicas: int) -> RankProg
     """
     of_all, share = captured, shares_of(plan)[0]
     if share.slices > 1:
-        check_slices(plan.schedule, tp=plan.tp, replicated=any(stage.replicas > 1 for stage in plan.stages))
+        check_slices(
+            plan.schedule,
+            sequence_parallel=share.sequence_parallel,
+            overlap=plan.tensor_overlap,
+            replicated=any(stage.replicas > 1 for stage in plan.stages),
+        )
     captured, plan = captured_slice(captured, plan, replicas)
     if share == WHOLE:
         return RankProgram(captured=captured, plan=plan)

@@ -8,6 +8,7 @@ from auto3d.derived.model import Derived
 from auto3d.partition.stage import Stage
 from auto3d.runtime.earlier_slices import EarlierSlices, SliceOfStage
 from auto3d.runtime.stage import StageModule
+from auto3d.runtime.stage_program import DerivedProgram
 
 
 class SlicedStage:
@@ -19,15 +20,20 @@ class SlicedStage:
     """
 
     def __init__(
-        self, model: Derived, stages: Sequence[Stage], build: Callable[[Stage, SliceOfStage], StageModule]
+        self,
+        model: Derived,
+        stages: Sequence[Stage],
+        build: Callable[[Stage, SliceOfStage], StageModule],
+        *,
+        of_shard: DerivedProgram | None = None,
     ) -> None:
-        """``stages`` has this stage in the program of each slice."""
+        """``stages`` has this stage in the program of each slice; ``of_shard`` is that of SliceOfStage."""
         self.stage = stages[-1]
         self.losses: dict[int, torch.Tensor] = {}  # slice of a micro-batch -> its weighted loss, until it is taken
         self.counts: dict[int, dict[int, torch.Tensor]] = {}
         self._earlier = EarlierSlices()
         self._slices = [
-            build(stage, SliceOfStage(model=model, number=number, slices=self._earlier))
+            build(stage, SliceOfStage(model=model, number=number, slices=self._earlier, of_shard=of_shard))
             for number, stage in enumerate(stages)
         ]
         self.weights = self._slices[0].weights

@@ -38,6 +38,7 @@ from auto3d.runtime.verify import (
     one_batch,
     randomness_of_one,
 )
+from auto3d.runtime.verify_slices import run_slices, run_whole
 from auto3d.tensor.collectives import CONVERSION_BETWEEN, conversion_of, split_of
 from auto3d.tensor_placement import WHOLE, PlacementKind, TensorPlacement
 
@@ -61,11 +62,12 @@ def check_shards(model: Derived, data: DataSettings, *, seed: int, device: torch
         module = moved(model.whole.exported.build(), device)
         tensors = dict(module.named_parameters()) | buffers_of(module)
         batch = one_batch(model.whole, data, seed=seed, device=device)
-        whole = _run(model.whole, _state_of(model.whole, tensors, device), batch, device, None)
+        state, in_slices = _state_of(model.whole, tensors, device), model.share.slices > 1
+        whole = run_whole(model.whole, state, batch, device) if in_slices else _run(model.whole, state, batch, device)
         outcomes = Lockstep[Computed](model.share.tp).run(partial(_run_shard, model, tensors, batch, device))
         if (difference := _difference(model, outcomes, whole)) is None:
             return
-        place = _first_value_that_differs(model, tensors, batch, device)
+        place = "" if in_slices else _first_value_that_differs(model, tensors, batch, device)
     raise ShardsDifferError(
         f"tensor parallelism over {model.share.tp} ranks changes what {type(module).__name__} computes: {difference}"
         f"{place}; set plan.tp=1, or split other weights"
@@ -98,7 +100,10 @@ def _run_shard(
 ) -> Computed:
     with torch.no_grad():
         state = _state_of(model.program, _shards_of(model, tensors, group.shard), device)
-    return _run(model.program, state, batch, device, _DrawnTogether(model=model, group=group))
+    of_shard = _DrawnTogether(model=model, group=group)
+    if model.share.slices > 1:
+        return run_slices(model, state, batch, device, of_shard)
+    return _run(model.program, state, batch, device, of_shard)
 
 
 def _run(
@@ -106,7 +111,7 @@ def _run(
     state: Tensors,
     batch: Tensors,
     device: torch.device,
-    tensor: TensorParallelRank | None,
+    tensor: TensorParallelRank | None = None,
 ) -> Computed:
     (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
     halved = tensor is not None and tensor.model.half_of

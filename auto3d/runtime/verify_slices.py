@@ -17,6 +17,7 @@ from auto3d.plan import stages_between
 from auto3d.runtime.layout import stages_of_slices, terms_of_slice
 from auto3d.runtime.sliced_stage import SlicedStage
 from auto3d.runtime.stage import RunnableStage, StageModule
+from auto3d.runtime.stage_program import DerivedProgram
 from auto3d.runtime.verify import Computed, built_state, coarseness_of, one_batch, randomness_of_one
 
 
@@ -34,7 +35,7 @@ def check_slices(model: Derived, data: DataSettings, *, seed: int, device: torch
         torch.manual_seed(seed)
         state = built_state(model.whole, device)
         batch = one_batch(model.whole, data, seed=seed, device=device)
-        whole, slices = _whole(model.whole, state, batch, device), _in_slices(model, state, batch, device)
+        whole, slices = run_whole(model.whole, state, batch, device), run_slices(model, state, batch, device)
         wider = coarseness_of(model.whole)
         if (difference := slices.difference(whole, dict.fromkeys(whole.gradients, wider))) is not None:
             raise SlicesDifferError(
@@ -43,9 +44,10 @@ def check_slices(model: Derived, data: DataSettings, *, seed: int, device: torch
             )
 
 
-def _whole(
+def run_whole(
     captured: CapturedModel, state: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor], device: torch.device
 ) -> Computed:
+    """What ``captured`` computes of ``batch`` with copies of ``state``."""
     state = _copied(state)
     (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
     running = StageModule(
@@ -60,9 +62,14 @@ def _whole(
     return _computed(running, 1, state, batch)
 
 
-def _in_slices(
-    model: Derived, state: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor], device: torch.device
+def run_slices(
+    model: Derived,
+    state: Mapping[str, torch.Tensor],
+    batch: Mapping[str, torch.Tensor],
+    device: torch.device,
+    of_shard: DerivedProgram | None = None,
 ) -> Computed:
+    """What the slices of ``model`` compute together; ``of_shard`` is that of SliceOfStage."""
     state = _copied(state)
     everything = stages_between([0, len(model.whole.graph.nodes)])
     randomness, terms = randomness_of_one(device), terms_of_slice(model.whole, model.share.slices).counted
@@ -79,6 +86,7 @@ def _in_slices(
             derived=own,
             terms=terms,
         ),
+        of_shard=of_shard,
     )
     return _computed(running, model.share.slices, state, batch)
 

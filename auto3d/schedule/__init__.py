@@ -9,7 +9,7 @@ from functools import lru_cache
 from importlib import import_module
 
 from auto3d.errors import InputError
-from auto3d.plan import Plan, PlanError
+from auto3d.plan import NO_OVERLAP, Plan, PlanError
 from auto3d.schedule.family import Family
 from auto3d.schedule.operation import Schedule
 from auto3d.schedule.order_text import without_order
@@ -72,13 +72,21 @@ def schedule_of(plan: Plan) -> Schedule:
     return build_schedule(plan.schedule, devices=plan.pp, micro_batches=plan.micro_batches, **plan.schedule_options)
 
 
-def check_slices(name: str, *, tp: int, replicated: bool) -> None:
-    """Raise PlanError if a plan divides the model in other ways than into slices of the sequence.
+def check_slices(name: str, *, sequence_parallel: bool, overlap: str, replicated: bool) -> None:
+    """Raise PlanError if a plan divides the model in a way that does not go with slices of the sequence.
 
     ``name`` is its schedule, which runs slices; ``replicated`` says whether a stage has replicas.
     """
-    if tp > 1:
-        raise PlanError(f"tp: {tp}; schedule {name} runs slices of the sequence, which takes tp = 1")
+    if sequence_parallel:
+        raise PlanError(
+            f"sequence_parallel: true; schedule {name} runs slices of the sequence, which sequence parallelism would "
+            "divide again; use false"
+        )
+    if overlap != NO_OVERLAP:
+        raise PlanError(
+            f"tensor_overlap: {overlap}; schedule {name} runs slices of the sequence one after the other; use "
+            f"{NO_OVERLAP}"
+        )
     if replicated:
         raise PlanError(
             f"replicas: a stage has several; schedule {name} runs slices of the sequence, which takes one of each stage"

@@ -161,4 +161,4 @@ def shares_of(plan: Plan) -> tuple[Share, ...]:
     slices = shape_of(plan).slices
     if slices == 1:
         return (share_of(plan),)
-    return tuple(Share(slices=slices, slice_number=number) for number in range(slices))
+    return tuple(replace(share_of(plan), slices=slices, slice_number=number) for number in range(slices))

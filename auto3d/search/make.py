@@ -69,8 +69,8 @@ class PlanMaker:
         self._check = check or (lambda plan: None)
         self._captured: dict[int, InputError | None] = {}  # number of samples -> why the model cannot be captured at it
         self._splits: dict[tuple[int, Share], dict[str, Split] | InputError] = {}
-        self._sliced: dict[tuple[int, int], InputError | None] = {}
-        """(samples, slices) -> why the model cannot run so many slices of its sequence."""
+        self._sliced: dict[tuple[int, Share], InputError | None] = {}
+        """(samples, share) -> why the model cannot run such slices of its sequence."""
 
     def plan(self, candidate: Candidate) -> Plan:
         """The Plan of ``candidate``; raises InputError if there is none, or if a device lacks the memory for it."""
@@ -235,7 +235,7 @@ class PlanMaker:
                 self._fingerprint(samples)
                 self._split(samples, share)
                 if share.slices > 1:
-                    self._check_sliced(samples, share.slices)
+                    self._check_sliced(samples, share)
                 else:
                     self.planned.work(samples, share)
 
@@ -276,17 +276,22 @@ class PlanMaker:
         """Raise InputError if ``candidate`` or the model does not allow the slices of ``form``."""
         if form.slices == 1:
             return
-        check_slices(form.name, tp=candidate.tp, replicated=candidate.replicas == UNEVEN)
-        self._check_sliced(samples, form.slices)
+        check_slices(
+            form.name,
+            sequence_parallel=candidate.sequence_parallel and candidate.tp > 1,
+            overlap=candidate.tensor_overlap if candidate.tp > 1 else NO_OVERLAP,
+            replicated=candidate.replicas == UNEVEN,
+        )
+        self._check_sliced(samples, replace(share_of(candidate), slices=form.slices))
 
-    def _check_sliced(self, samples: int, slices: int) -> None:
-        """Raise InputError if the model cannot run so many slices of its sequence; asks for each once."""
+    def _check_sliced(self, samples: int, share: Share) -> None:
+        """Raise InputError if the model cannot run the slices of ``share``; asks for each once."""
         self._fingerprint(samples)
-        key = samples, slices
+        key = samples, share
         if key not in self._sliced:
             try:
                 self._sliced[key] = None
-                self.planned.work(samples, Share(slices=slices))
+                self.planned.work(samples, share)
             except InputError as error:
                 self._sliced[key] = error
         if (problem := self._sliced[key]) is not None:

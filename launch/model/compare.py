@@ -45,7 +45,7 @@ def _compare_here(recipe: LoadedRecipe, captured: CapturedModel, plan: Plan | No
         return
     program = rank_program(captured, plan, 1)
     assert program.derived is not None  # other plans have neither slices nor shards
-    check_derived = check_slices if program.derived.share.slices > 1 else check_shards
+    check_derived = check_shards if program.derived.share.tp > 1 else check_slices
     check_derived(program.derived, data, seed=seed, device=device)
 
 

@@ -193,10 +193,10 @@ class PlanningModel:
         return here(micro_batch_size)
 
     def _local_identity(self, micro_batch_size: int, share: Share) -> dict[str, Any]:
-        if share.slices > 1:
+        if share.tp == 1:
             return self.identity(sliced_at=micro_batch_size, slices=share.slices)
         split = self._split_identity(micro_batch_size, share)
-        return {**split, "local_graphs": True, "fused_attention": self._fused_attention}
+        return {**split, "slices": share.slices, "fused_attention": self._fused_attention}
 
     def _split_identity(self, micro_batch_size: int, share: Share) -> dict[str, Any]:
         rules = list(self._recipe.values.model.tensor_parallel.items())

@@ -94,7 +94,10 @@ def _prepare(maker: PlanMaker, domain: Domain) -> None:
     ordered = sorted(set(degrees))
     maker.prepare((samples, Share(tp=tp, sequence_parallel=kind)) for samples, tp, kind in ordered)
     maker.prepare(
-        (samples, Share(slices=slices)) for samples, tp, _ in ordered if tp == 1 for slices in _slices(domain)
+        (samples, Share(tp=tp, slices=slices))
+        for samples, tp, kind in ordered
+        if not kind
+        for slices in _slices(domain)
     )
 
 

@@ -6,7 +6,7 @@ operator without a rule runs on whole tensors, which is always right.
 
 from collections.abc import Callable
 
-from auto3d.tensor.rules import attention, contractions, indexing, layouts, normalisation, pointwise, products
+from auto3d.tensor.rules import attention, contractions, indexing, layouts, normalisation, pointwise, products, slices
 from auto3d.tensor.rules.call import Call, Rule
 
 RULES: dict[str, Callable[[Call], Rule]] = {
@@ -17,6 +17,7 @@ RULES: dict[str, Callable[[Call], Rule]] = {
     **normalisation.RULES,
     **attention.RULES,
     **indexing.RULES,
+    **slices.RULES,
 }
 """Name of an operator without its overload, for example "add" -> its rule."""
 
