@@ -83,6 +83,8 @@ def grid() -> Iterator[Cell]:
                 yield Cell(model=model, schedule=schedule, pp=2)
         for pp, slices in ((1, 4), (2, 2), (2, 4), (4, 4)) if model in CAUSAL else ():
             yield Cell(model=model, schedule="seq1f1b", pp=pp, slices=slices)
+            if pp == 2:
+                yield Cell(model=model, schedule="seq1f1b", pp=pp, slices=slices, tp=2)
         for schedule in ("1f1b", "gpipe", "chimera", "interleaved-1f1b"):
             yield Cell(model=model, schedule=schedule, pp=2, recompute=0.0)
         yield Cell(model=model, schedule="1f1b", pp=2, recompute=0.5)

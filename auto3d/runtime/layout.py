@@ -29,6 +29,7 @@ from auto3d.schedule.asynchronous import check_trainable, iterations_between_flu
 from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.schedule.operation import Kind, Schedule
 from auto3d.schedule.program import PipeStage
+from auto3d.schedule.shape import shares_of
 from auto3d.tensor_placement import WHOLE, PlacementKind, TensorPlacement
 
 
@@ -231,7 +232,7 @@ def lay_out_plan(
     rules = update_rules(captured.graph, settings.optimizer, exempt_names(captured, settings.optimizer.exempt))
     check_optimizer(captured, plan, settings, rules)
     if settings.emulation is not None:
-        settings.emulation.check_fits(plan.stages)
+        settings.emulation.check_fits(plan.stages, shares_of(plan)[0])
     program = rank_program(captured, plan, 1)
     is_sharded = program.derived is not None and first.slices == 1
     of_ranks = cut(program.captured.graph, program.plan.stages) if is_sharded else stages

@@ -9,7 +9,7 @@ from auto3d.derived.of_share import derived
 from auto3d.partition.samples import made_from_samples, sample_dimensions
 from auto3d.partition.stage import Stage, same_stages
 from auto3d.plan import SUB_PIPELINED, Plan, PlanError
-from auto3d.schedule import check_slices
+from auto3d.schedule import check_slices, without_slices
 from auto3d.schedule.operation import Schedule
 from auto3d.schedule.shape import shares_of
 from auto3d.share import WHOLE, Share
@@ -70,7 +70,12 @@ def captured_slice(captured: CapturedModel, plan: Plan, replicas: int) -> tuple[
 
 
 def capture_slices(captured: CapturedModel, plan: Plan) -> None:
-    """Make the program of every size that a replica of ``plan`` runs; processes forked later share the results."""
+    """Make the program of every size that a replica of ``plan`` runs; processes forked later share the results.
+
+    For shards of slices also that of whole sequences, by which their memory is estimated.
+    """
+    if plan.tp > 1 and shares_of(plan)[0].slices > 1:
+        rank_program(captured, without_slices(plan), 1)
     for replicas in sorted({stage.replicas for stage in plan.stages}):
         rank_program(captured, plan, replicas)
 

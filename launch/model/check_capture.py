@@ -166,7 +166,8 @@ def _other(plan: Plan | None) -> str:
         return "the eager module"
     share = shares_of(plan)[0]
     if share.slices > 1:
-        return f"its {share.slices} slices of the sequence"
+        of_shards = f", each in {share.tp} shards" if share.tp > 1 else ""
+        return f"its {share.slices} slices of the sequence{of_shards}"
     halved = " on half micro-batches" if plan.tensor_overlap == SUB_PIPELINED else ""
     return f"its {plan.tp} shards{halved}{' under sequence parallelism' if share.sequence_parallel else ''}"
 

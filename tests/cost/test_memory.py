@@ -59,6 +59,7 @@ SAMPLE = [  # one training for each axis
     Cell(model="llama-wide", schedule="pipedream"),
     Cell(model="bert-wide@bfloat16", schedule="gpipe"),
     Cell(model="gpt2-wide", schedule="seq1f1b", slices=4),
+    Cell(model="llama-wide", schedule="seq1f1b", slices=2, tp=2),
 ]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from auto3d.errors import InputError
 from auto3d.partition.stage import cut
-from auto3d.plan import PlanError, stages_between
+from auto3d.plan import SUB_PIPELINED, PlanError, stages_between
 from auto3d.runtime.layout import lay_out_plan, lay_out_rank
 from auto3d.runtime.rank import check_plan
 from auto3d.runtime.settings import TrainingSettings
@@ -57,9 +57,13 @@ def test_compiled_code_is_refused():
         check_plan(captured("gpt2", 2), sliced_plan(), replace(SETTINGS, compile=True))
 
 
-def test_tensor_parallelism_is_refused():
-    with pytest.raises(PlanError, match="tp: 2; schedule seq1f1b runs slices of the sequence, which takes tp = 1"):
-        make_plan("gpt2", dp=1, tp=2, pp=2, schedule="seq1f1b")  # it derives the programs of the plan
+def test_sequence_parallelism_and_halves_are_refused():
+    for choices, words in (
+        ({"sequence_parallel": True}, "sequence_parallel: true; schedule seq1f1b runs slices of the sequence"),
+        ({"tensor_overlap": SUB_PIPELINED}, "tensor_overlap: sub-pipelined; schedule seq1f1b runs slices"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            make_plan("gpt2", dp=1, tp=2, pp=2, schedule="seq1f1b", **choices)  # it derives the programs of the plan
 
 
 def test_replicas_are_refused():

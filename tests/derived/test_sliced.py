@@ -11,11 +11,15 @@ from auto3d.capture.model import CapturedModel, capture
 from auto3d.data import DataSettings, InputField
 from auto3d.derived import slice_program
 from auto3d.derived.model import Derived
+from auto3d.derived.of_share import derived
+from auto3d.derived.planned_split import planned_split
 from auto3d.derived.slices import sliced
 from auto3d.errors import InputError
 from auto3d.plan import PlanError
 from auto3d.runtime.earlier_slices import EarlierSlices
+from auto3d.runtime.verify_shards import check_shards
 from auto3d.runtime.verify_slices import SlicesDifferError, check_slices
+from auto3d.share import Share
 from tests.models import TOKENS, TRAINED, captured
 from tests.soak import soak
 
@@ -151,6 +155,23 @@ def test_slices_compute_the_whole(name, slices):
     """Tied weights, grouped queries, dropout, low precision, two terms of the loss, masks from data, vectors."""
     model, data = model_of(name)
     check(sliced(model, slices), data)
+
+
+@pytest.mark.parametrize(
+    ("name", "slices"),
+    [
+        ("gpt2-4-heads-dropout", 4),
+        ("llama-grouped-query", 2),
+        ("padded", 2),
+        *soak(("llama@bfloat16", 2), ("two-losses", 4)),
+    ],
+)
+def test_slices_in_shards_compute_the_whole(name, slices):
+    model, data = model_of(name)
+    share = Share(tp=2, slices=slices)
+    found = derived(model, share, split=planned_split(model, Share(tp=2), rules={}))
+    assert found.split, "nothing is split"
+    check_shards(found, data, seed=3, device=CPU)
 
 
 def test_a_slice_sees_no_later_one():

@@ -34,6 +34,8 @@ SCHEDULES_OF_TWO = ("1f1b", "shifted-critical-path", "chimera", "zb-h1")
 OVERLAPS = (NO_OVERLAP, SUB_PIPELINED)
 DERIVED, KNOWN = "derived", "known-rules"  # sources of the split: the graph alone, or rules of transformers or auto3d
 RULES = (DERIVED, KNOWN)
+SLICED = "seq1f1b"  # of causal models
+CAUSAL = ("gpt2-4-heads", "gpt2-4-heads-dropout", "llama-grouped-query")
 RECOMPUTE = ("none", "full", 0.5)  # a number is the kept fraction of the first stage
 
 
@@ -72,6 +74,7 @@ def plan_of(cell: TensorCell) -> Plan:
     whole = captured(cell.model, SAMPLES)
     word = "none" if cell.recompute == "none" else "full"
     options = {"recompute": word} if "recompute" in SCHEDULES[cell.schedule].options else {}
+    options |= {"slices": 2} if cell.schedule == SLICED else {}
     split = None
     if cell.rules == KNOWN:
         known = known_rules(skeleton(whole.exported.build).model)
@@ -117,9 +120,11 @@ def _cells() -> Iterator[TensorCell]:
             continue
         if sequence and model in WITH_DROPOUT:
             continue
-        for schedule in SCHEDULES_OF_TWO if pp > 1 else ("1f1b",):
+        sliced = (SLICED,) if model in CAUSAL and not sequence else ()
+        for schedule in (*SCHEDULES_OF_TWO, *sliced) if pp > 1 else ("1f1b",):
             recompute = RECOMPUTE if "recompute" in SCHEDULES[schedule].options else RECOMPUTE[:1]
-            for value, overlap, rules in product(recompute, OVERLAPS, RULES):
+            overlaps = OVERLAPS[:1] if schedule == SLICED else OVERLAPS
+            for value, overlap, rules in product(recompute, overlaps, RULES):
                 yield TensorCell(
                     model=model, dp=dp, tp=tp, pp=pp, schedule=schedule, recompute=value, sequence_parallel=sequence,
                     overlap=overlap, rules=rules,

@@ -197,6 +197,10 @@ CASES: Mapping[str, tuple[str, Any]] = {
         "gpt2",
         {"dp": 2, "pp": 2, "micro_batches": 3, "schedule": "seq1f1b", "options": {"slices": 4}},
     ),
+    "slices in shards": (
+        "gpt2-4-heads",
+        {"dp": 1, "tp": 2, "pp": 2, "micro_batches": 3, "schedule": "seq1f1b", "options": {"slices": 4}},
+    ),
     "two losses": ("two-losses", {"dp": 2, "pp": 2, "micro_batches": 3}),
     "halves": (
         "gpt2-4-heads",
@@ -206,7 +210,7 @@ CASES: Mapping[str, tuple[str, Any]] = {
 
 
 # Their updates wait for sums only because targets are ignored.
-UNCLIPPED = ("chimera", "t5", "halves", "two losses", "slices of the sequence")
+UNCLIPPED = ("chimera", "t5", "halves", "two losses", "slices of the sequence", "slices in shards")
 
 
 ALIKE = ("gems", "recomputed", "t5", "tp2 pp2")  # the suite has other pipes, options and models; "halves" is tp2 pp2

@@ -11,8 +11,11 @@ from torch import fx
 from auto3d.derived import halves
 from auto3d.derived.halves import sub_pipelined
 from auto3d.derived.model import Derived
+from auto3d.derived.of_share import derived
+from auto3d.derived.planned_split import planned_split
 from auto3d.derived.shards import tensor_parallel
 from auto3d.runtime.verify_shards import ShardsDifferError, check_shards
+from auto3d.share import Share
 from auto3d.tensor.collectives import CONVERSIONS, operator_of
 from tests.models import TRAINED, captured
 from tests.soak import soak
@@ -63,7 +66,18 @@ def without(model: Derived, conversion: str, which: int) -> Derived:
     operator = operator_of(CONVERSIONS[conversion])
     left_out = [copied[node] for node in model.program.exported.program.nodes if node.target is operator][which]
     left_out.target, left_out.args = torch.ops.aten.alias.default, left_out.args[:1]
-    return replace(model, local=replace(model.program, exported=replace(model.program.exported, program=program)))
+    last = replace(model.program, exported=replace(model.program.exported, program=program))
+    return replace(model, programs=(*model.programs[:-1], last))
+
+
+@pytest.mark.parametrize(("conversion", "which"), [("reduce", 1), ("copy", -1)])
+def test_a_collective_left_out_of_one_slice_is_refused(conversion, which):
+    model = captured("gpt2", 2)
+    found = derived(model, Share(tp=2, slices=2), split=planned_split(model, Share(tp=2), rules={}))
+    with pytest.raises(
+        ShardsDifferError, match="tensor parallelism over 2 ranks changes what GPT2LMHeadModel computes"
+    ):
+        check_shards(without(found, conversion, which), TRAINED["gpt2"][1], seed=3, device=CPU)
 
 
 @pytest.mark.parametrize(
