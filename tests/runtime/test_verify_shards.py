@@ -74,10 +74,8 @@ def without(model: Derived, conversion: str, which: int) -> Derived:
 def test_a_collective_left_out_of_one_slice_is_refused(conversion, which):
     model = captured("gpt2", 2)
     found = derived(model, Share(tp=2, slices=2), split=planned_split(model, Share(tp=2), rules={}))
-    with pytest.raises(
-        ShardsDifferError, match="tensor parallelism over 2 ranks changes what GPT2LMHeadModel computes"
-    ):
-        check_shards(without(found, conversion, which), TRAINED["gpt2"][1], seed=3, device=CPU)
+    with pytest.raises(ShardsDifferError, match="tensor parallelism over 2 ranks changes what"):
+        check(without(found, conversion, which), TRAINED["gpt2"][1])
 
 
 @pytest.mark.parametrize(
