@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from auto3d.capture.nodes import args_of
+
 _SIMPLE = frozenset((int, bool, float, str, type(None), torch.dtype))
 
 
@@ -26,6 +28,13 @@ class DerivedCalls:
         if node.name != name:
             node.name = name
         node.meta.update(origin.meta, val=value)
+        return node
+
+    def take(self, name: str, made: fx.Node, origin: fx.Node) -> fx.Node:
+        """A node ``name`` that takes the result of ``made`` which ``origin`` takes in the captured program."""
+        node = self._graph.node_copy(origin, lambda _: made)
+        node.name = name
+        node.meta = {**origin.meta, "val": made.meta["val"][int(args_of(origin)[1])]}
         return node
 
     def result(self, target: Any, args: tuple, kwargs: dict) -> Any:

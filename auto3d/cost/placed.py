@@ -28,14 +28,13 @@ class PlacedTraffic:
         traffic: type[Traffic] = Traffic,
     ) -> None:
         self._traffic = traffic
-        self._meshes, self.homes = meshes, homes
-        dp, self._tp = meshes[0].size(PIPELINE), meshes[0].size(TENSOR)
+        self.homes, self._tp = homes, meshes[0].size(TENSOR)
         self._tied: dict[tuple[int, ...], tuple[Traffic, tuple[int, ...]]] = {}
-        pipelines = range(dp)
+        pipelines = range(meshes[0].size(PIPELINE))
         self._ranks = {(n, one): mesh.at(pipeline=one) for n, mesh in enumerate(meshes) for one in pipelines}
         self._slowest = {key: cluster.slowest(ranks) for key, ranks in self._ranks.items()}
         self._cluster = cluster
-        self.distinct_pipelines = self._find_distinct(dp, len(meshes))
+        self.distinct_pipelines = self._find_distinct(len(pipelines), len(meshes))
         # Besides its operations, an iteration takes the time of the slowest host and an all-reduce of loss and norm.
         self.iteration_s = max(kind.iteration_s for kind in dict.fromkeys(self._slowest.values()))
         pairs = [

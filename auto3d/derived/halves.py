@@ -20,6 +20,7 @@ from auto3d.capture.alike import DerivedCalls
 from auto3d.capture.describe import describe, is_random
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.nodes import args_of
+from auto3d.derived.dropout_mask import DROPOUT_MASK, mask_arguments
 from auto3d.derived.model import Derived
 from auto3d.garbage import garbage_collection_paused
 from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, PlanError
@@ -32,24 +33,6 @@ from auto3d.tensor_placement import WHOLE, PlacementKind, Split, TensorPlacement
 HALVES = 2
 _aten = torch.ops.aten
 _BATCH_NORMALISATIONS = ("batch_norm", "_native_batch_norm_legit_functional")
-
-_LIBRARY = torch.library.Library("auto3d", "FRAGMENT")
-_LIBRARY.define(
-    "dropout_mask(int[] size, int[] stride, float p, ScalarType dtype, Device device) -> Tensor",
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
-
-
-def _dropout_mask(
-    size: list[int], stride: list[int], p: float, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """What a dropout of a tensor of this ``size`` and ``stride`` multiplies it by: 0, or 1 / (1 - p)."""
-    ones = torch.empty_strided(size, stride, dtype=dtype, device=device).fill_(1)
-    return torch.dropout(ones, p, True)
-
-
-_LIBRARY.impl("dropout_mask", _dropout_mask, "CompositeExplicitAutograd")
-DROPOUT_MASK = torch.ops.auto3d.dropout_mask.default
 
 
 def sub_pipelined(model: Derived) -> Derived:
@@ -176,8 +159,8 @@ class _HalvesBuilder:
 
     def _given(self, call: Call, way: Way) -> dict[fx.Node, Split]:
         """How the halves divide each result."""
-        number = {node: 0 if node is call.node else int(args_of(node)[1]) for node in call.result_nodes}
-        return {node: split for node, n in number.items() if (split := way.gives[n].split) is not None}
+        splits = {node: way.gives[call.number_of(node)].split for node in call.result_nodes}
+        return {node: split for node, split in splits.items() if split is not None}
 
     def _add_halves(self, call: Call, way: Way) -> bool:
         """Add ``call`` once for each half; returns False if it does not give halves of its results after all.
@@ -216,10 +199,7 @@ class _HalvesBuilder:
     def _add_dropout(self, call: Call) -> None:
         """Draw one mask for the whole micro-batch, as the undivided program does; each half multiplies by its part."""
         (operand,) = call.operands
-        value = operand.meta["val"]
-        probability = float(call.argument("p"))
-        drawn = (list(value.shape), list(value.stride()), probability, value.dtype, torch.device("meta"))
-        mask = self._new(call.node.name, DROPOUT_MASK, drawn, {}, call.node)
+        mask = self._new(call.node.name, DROPOUT_MASK, mask_arguments(call), {}, call.node)
         split = self._samples[call.node]
         for half in range(HALVES):
             part = self._slice(mask, split, half, call.node, f"{call.node.name}_mask_half{half}")
@@ -232,11 +212,7 @@ class _HalvesBuilder:
         suffix = "" if half is None else f"_half{half}"
         made = self._new(f"{call.node.name}{suffix}", target, args, kwargs, call.node, half)
         for node in call.result_nodes:
-            result = made
-            if node is not call.node:
-                result = self.graph.node_copy(node, lambda _: made)
-                result.name = f"{node.name}{suffix}"
-                result.meta = {**node.meta, "val": made.meta["val"][int(args_of(node)[1])]}
+            result = made if node is call.node else self.calls.take(f"{node.name}{suffix}", made, node)
             self._note(result, node, half)
             if half is None:
                 self._undivided[node] = result

@@ -10,7 +10,6 @@ from torch import fx
 from auto3d.capture.alike import DerivedCalls
 from auto3d.capture.describe import is_random
 from auto3d.capture.export import ExportedModel
-from auto3d.capture.nodes import args_of
 from auto3d.plan import PlanError
 from auto3d.tensor.collectives import CONVERSION_BETWEEN, operator_of
 from auto3d.tensor.derivation import Converted, Decision, Derivation
@@ -192,8 +191,4 @@ class _Builder:
             self._add(call.node, way.gives[0], local)
             return
         for node in call.result_nodes:
-            number = int(args_of(node)[1])
-            taken = self.graph.node_copy(node, lambda _: local)
-            taken.name = node.name
-            taken.meta = {**node.meta, "val": local.meta["val"][number]}
-            self._add(node, way.gives[number], taken)
+            self._add(node, way.gives[call.number_of(node)], self.calls.take(node.name, local, node))

@@ -19,8 +19,7 @@ from auto3d.capture.export import ExportedModel, module_path
 from auto3d.capture.loss_terms import LossTerms, loss_terms
 from auto3d.capture.masks import ATTENTION
 from auto3d.capture.model import CapturedModel
-from auto3d.capture.nodes import args_of
-from auto3d.derived.halves import DROPOUT_MASK
+from auto3d.derived.dropout_mask import DROPOUT_MASK, mask_arguments
 from auto3d.derived.slice_operators import CAUSAL_ROWS, WITH_EARLIER
 from auto3d.plan import PlanError
 from auto3d.tensor.operations import RuledCall, calls_of, ruled_calls
@@ -234,10 +233,7 @@ class _SliceBuilder:
     def _add_dropout(self, call: Call, split: Split) -> None:
         """Draw the mask of the whole value, as the undivided program does, and multiply by the slice's part of it."""
         (operand,) = call.operands
-        value = operand.meta["val"]
-        probability = float(call.argument("p"))
-        drawn = (list(value.shape), list(value.stride()), probability, value.dtype, torch.device("meta"))
-        mask = self._new(call.node.name, DROPOUT_MASK, drawn, {}, call.node)
+        mask = self._new(call.node.name, DROPOUT_MASK, mask_arguments(call), {}, call.node)
         factors = self._operand(call, operand, split), self._part_of(mask, split, call.node, "_mask")
         self._own[call.node] = self._new(f"{call.node.name}_product", _aten.mul.Tensor, factors, {}, call.node)
 
@@ -355,12 +351,7 @@ class _SliceBuilder:
         except RuntimeError:  # the operator refuses the shapes of a slice
             raise self._refused(call, _INDIVISIBLE) from None
         for node in call.result_nodes:
-            result = made
-            if node is not call.node:
-                result = self.graph.node_copy(node, lambda _: made)
-                result.name = node.name
-                result.meta = {**node.meta, "val": made.meta["val"][int(args_of(node)[1])]}
-            values[node] = result
+            values[node] = made if node is call.node else self._added.take(node.name, made, node)
         return made.meta["val"]
 
     def _new(self, name: str, target: Any, args: tuple, kwargs: dict, origin: fx.Node) -> fx.Node:

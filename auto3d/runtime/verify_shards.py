@@ -17,7 +17,7 @@ from auto3d.capture.empty import buffers_of, moved
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.shard import Shard, joined
 from auto3d.data import DataSettings
-from auto3d.derived.halves import DROPOUT_MASK
+from auto3d.derived.dropout_mask import DROPOUT_MASK
 from auto3d.derived.model import Derived
 from auto3d.errors import InputError
 from auto3d.partition.segment import segments

@@ -9,7 +9,8 @@ from torch import nn
 
 from auto3d.capture.export import InputSpec
 from auto3d.capture.model import CapturedModel, capture
-from auto3d.derived.halves import DROPOUT_MASK, sub_pipelined
+from auto3d.derived.dropout_mask import DROPOUT_MASK
+from auto3d.derived.halves import sub_pipelined
 from auto3d.derived.model import Derived
 from auto3d.derived.shards import tensor_parallel
 from auto3d.partition.segment import segments
