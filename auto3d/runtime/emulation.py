@@ -11,9 +11,8 @@ from auto3d.capture.graph import Graph, Value
 from auto3d.errors import InputError
 from auto3d.partition.cost import analytic
 from auto3d.partition.stage import Stage, Transfer, cut
-from auto3d.plan import PlanError, StagePlan
+from auto3d.plan import StagePlan
 from auto3d.schedule.operation import Schedule
-from auto3d.share import WHOLE, Share
 from auto3d.simulate.costs import Costs, MessageCost
 
 PerStage = float | tuple[float, ...] | None
@@ -58,17 +57,10 @@ class Emulation:
             )
         return value
 
-    def check_fits(self, stages: Sequence[StagePlan], share: Share = WHOLE) -> None:
-        """Raise InputError unless every key fits ``stages``, and ranks with ``share`` of them can be emulated."""
+    def check_fits(self, stages: Sequence[StagePlan]) -> None:
+        """Raise InputError unless every key fits ``stages``."""
         for field in fields(self):
             self.each(field.name, len(stages))
-        for number, stage in enumerate(stages):
-            if stage.replicas > 1:
-                raise PlanError(f"stages: {number} has {stage.replicas} replicas; emulated devices run 1 of each stage")
-        if share.tp > 1 and share.slices > 1:
-            raise PlanError(
-                f"tp: {share.tp}; emulated devices run slices of the sequence without tensor parallelism; use tp = 1"
-            )
 
     def costs(self, graph: Graph, stages: Sequence[StagePlan], schedule: Schedule, *, dp: int) -> Costs:
         """The times in the simulator's form; ``graph`` is the model at the samples that one operation runs.

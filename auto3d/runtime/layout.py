@@ -27,9 +27,9 @@ from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
 from auto3d.schedule.asynchronous import check_trainable, iterations_between_flushes
 from auto3d.schedule.carried_buffers import check_carried_buffers
+from auto3d.schedule.combinations import COMPILED, EMULATED, SPLIT_BACKWARD, Feature, check_together, divisions_of
 from auto3d.schedule.operation import Kind, Schedule
 from auto3d.schedule.program import PipeStage
-from auto3d.schedule.shape import shares_of
 from auto3d.tensor_placement import WHOLE, PlacementKind, TensorPlacement
 
 
@@ -220,11 +220,10 @@ def lay_out_plan(
             f"precision: the model was captured for {captured.exported.precision}, and the settings say "
             f"{settings.precision}; give capture() and TrainingSettings the same"
         )
-    if settings.compile and (reason := _not_compiled(plan, settings)):
-        raise InputError(f"training.compile: found true, but {reason}; use false")
     by_hand = [schedule] * (settings.iterations // schedule.iterations) if schedule else []
     schedules = by_hand or schedules_of(plan, settings.iterations)
     first = schedules[0]
+    check_together(_features(plan, settings, first))
     stages = stages_of(captured, plan)
     replicas = replicas_of_devices(plan, first)
     check_trainable(first, stages, captured.graph.trained, clip_norm=settings.optimizer.clip_norm)
@@ -232,7 +231,7 @@ def lay_out_plan(
     rules = update_rules(captured.graph, settings.optimizer, exempt_names(captured, settings.optimizer.exempt))
     check_optimizer(captured, plan, settings, rules)
     if settings.emulation is not None:
-        settings.emulation.check_fits(plan.stages, shares_of(plan)[0])
+        settings.emulation.check_fits(plan.stages)
     program = rank_program(captured, plan, 1)
     is_sharded = program.derived is not None and first.slices == 1
     of_ranks = cut(program.captured.graph, program.plan.stages) if is_sharded else stages
@@ -256,17 +255,15 @@ def terms_of_slice(captured: CapturedModel, slices: int) -> LossTerms:
     return replace(terms, counted=tuple(replace(term, places=term.places / slices) for term in terms.counted))
 
 
-def _not_compiled(plan: Plan, settings: TrainingSettings) -> str:
-    """Why the stages of ``plan`` cannot be compiled; "" if they can."""
-    if settings.emulation is not None:
-        return "emulated devices compute nothing"
-    if plan.tp > 1:
-        return f"collectives would cut what is compiled at every layer; the plan has tp = {plan.tp}"
-    if schedule_of(plan).slices > 1:
-        return f"{plan.schedule} keeps keys and values of each slice for later ones, which compiled code does not"
-    if any(o.kind is Kind.BACKWARD_INPUT for operations in schedule_of(plan).operations for o in operations):
-        return f"{plan.schedule} splits the backward of every product, and compiled code has one backward"
-    return ""
+def _features(plan: Plan, settings: TrainingSettings, schedule: Schedule) -> set[Feature]:
+    """The features of a run that may not go together."""
+    kinds = {operation.kind for operations in schedule.operations for operation in operations}
+    found = {
+        COMPILED: settings.compile,
+        EMULATED: settings.emulation is not None,
+        SPLIT_BACKWARD: Kind.BACKWARD_INPUT in kinds,
+    }
+    return divisions_of(plan) | {feature for feature, is_there in found.items() if is_there}
 
 
 def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:

@@ -9,7 +9,8 @@ from auto3d.derived.of_share import derived
 from auto3d.partition.samples import made_from_samples, sample_dimensions
 from auto3d.partition.stage import Stage, same_stages
 from auto3d.plan import SUB_PIPELINED, Plan, PlanError
-from auto3d.schedule import check_slices, without_slices
+from auto3d.schedule import without_slices
+from auto3d.schedule.combinations import check_together, divisions_of
 from auto3d.schedule.operation import Schedule
 from auto3d.schedule.shape import shares_of
 from auto3d.share import WHOLE, Share
@@ -31,13 +32,7 @@ def rank_program(captured: CapturedModel, plan: Plan, replicas: int) -> RankProg
     slice of its samples or of its sequence, or if the plan's split does not fit it.
     """
     of_all, share = captured, shares_of(plan)[0]
-    if share.slices > 1:
-        check_slices(
-            plan.schedule,
-            sequence_parallel=share.sequence_parallel,
-            overlap=plan.tensor_overlap,
-            replicated=any(stage.replicas > 1 for stage in plan.stages),
-        )
+    check_together(divisions_of(plan))
     captured, plan = captured_slice(captured, plan, replicas)
     if share == WHOLE:
         return RankProgram(captured=captured, plan=plan)
@@ -128,12 +123,6 @@ def resplit_dimensions(captured: CapturedModel, plan: Plan, stages: Sequence[Sta
     ]
     if not transfers:
         return {}
-    if plan.tensor_overlap == SUB_PIPELINED:
-        source, target = transfers[0].source, transfers[0].target
-        raise PlanError(
-            f"stages: {source} has {_times(replicas[source])}, and stage {target} has {_times(replicas[target])}; with "
-            f"tensor_overlap: {SUB_PIPELINED} each divides its samples into halves, so both must have equally many"
-        )
     program = rank_program(captured, plan, 1)
     graph = program.captured.graph
     smaller = rank_program(captured, plan, max(replicas)).captured.graph

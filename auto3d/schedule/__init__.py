@@ -9,7 +9,7 @@ from functools import lru_cache
 from importlib import import_module
 
 from auto3d.errors import InputError
-from auto3d.plan import NO_OVERLAP, Plan, PlanError
+from auto3d.plan import Plan, PlanError
 from auto3d.schedule.family import Family
 from auto3d.schedule.operation import Schedule
 from auto3d.schedule.order_text import without_order
@@ -70,27 +70,6 @@ def build_schedule(name: str, *, devices: int, micro_batches: int, **options: in
 def schedule_of(plan: Plan) -> Schedule:
     """The schedule of ``plan``. Raises InputError if its name is unknown or an option or a size is invalid."""
     return build_schedule(plan.schedule, devices=plan.pp, micro_batches=plan.micro_batches, **plan.schedule_options)
-
-
-def check_slices(name: str, *, sequence_parallel: bool, overlap: str, replicated: bool) -> None:
-    """Raise PlanError if a plan divides the model in a way that does not go with slices of the sequence.
-
-    ``name`` is its schedule, which runs slices; ``replicated`` says whether a stage has replicas.
-    """
-    if sequence_parallel:
-        raise PlanError(
-            f"sequence_parallel: true; schedule {name} runs slices of the sequence, which sequence parallelism would "
-            "divide again; use false"
-        )
-    if overlap != NO_OVERLAP:
-        raise PlanError(
-            f"tensor_overlap: {overlap}; schedule {name} runs slices of the sequence one after the other; use "
-            f"{NO_OVERLAP}"
-        )
-    if replicated:
-        raise PlanError(
-            f"replicas: a stage has several; schedule {name} runs slices of the sequence, which takes one of each stage"
-        )
 
 
 def without_slices(plan: Plan) -> Plan:

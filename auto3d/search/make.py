@@ -15,7 +15,8 @@ from auto3d.partition.recompute import keep_last, kept_fractions
 from auto3d.partition.replicated import fastest_stages
 from auto3d.partition.stage import PartitionError
 from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan, PlanError, StagePlan, stages_between
-from auto3d.schedule import SCHEDULES, build_schedule, check_slices, parse_schedule, samples_per_replica
+from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule, samples_per_replica
+from auto3d.schedule.combinations import check_together, divisions, divisions_of
 from auto3d.schedule.moments import stages_of
 from auto3d.schedule.shape import Shape, shape, shape_of
 from auto3d.search.axes import EQUAL, OF_PLANS, UNEVEN, Candidate
@@ -139,6 +140,7 @@ class PlanMaker:
         """Raise InputError if a device lacks the memory for ``plan``, or if it is impossible for another reason."""
         if missing := self._shortage(plan):
             raise PlanError(missing, kind="memory")
+        check_together(divisions_of(plan))
         self._check(plan)
 
     def unlimited(self, candidate: Candidate) -> Plan:
@@ -276,13 +278,10 @@ class PlanMaker:
         """Raise InputError if ``candidate`` or the model does not allow the slices of ``form``."""
         if form.slices == 1:
             return
-        check_slices(
-            form.name,
-            sequence_parallel=candidate.sequence_parallel and candidate.tp > 1,
-            overlap=candidate.tensor_overlap if candidate.tp > 1 else NO_OVERLAP,
-            replicated=candidate.replicas == UNEVEN,
-        )
-        self._check_sliced(samples, replace(share_of(candidate), slices=form.slices))
+        share = replace(share_of(candidate), slices=form.slices)
+        replicas = (2,) if candidate.replicas == UNEVEN else (1,)
+        check_together(divisions(share, overlap=candidate.tensor_overlap, replicas=replicas))
+        self._check_sliced(samples, share)
 
     def _check_sliced(self, samples: int, share: Share) -> None:
         """Raise InputError if the model cannot run the slices of ``share``; asks for each once."""

@@ -15,8 +15,8 @@ from auto3d.plan import AUTO3D, Plan, PlanError
 from auto3d.runtime.parameter_groups import update_rules
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of, write_schedule
 from auto3d.schedule.carried_buffers import check_carried_buffers
+from auto3d.schedule.combinations import EMULATED, check_together, divisions_of
 from auto3d.schedule.order_text import ORDER
-from auto3d.schedule.shape import shares_of
 from auto3d.search.axes import AXES, Candidate
 from auto3d.search.make import PlanMaker
 from auto3d.search.search import Ranked
@@ -152,7 +152,8 @@ def runnable_maker(
             )
         check_updates(plan)
         if emulated is not None:
-            emulated.check_fits(plan.stages, shares_of(plan)[0])
+            check_together({*divisions_of(plan), EMULATED})
+            emulated.check_fits(plan.stages)
         graph = graph_at(samples_at_once(plan))
         if graph.carried_buffers:
             check_carried_buffers(graph, plan, schedule_of(plan), cut(graph, plan.stages))

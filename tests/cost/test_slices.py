@@ -248,9 +248,15 @@ def test_a_model_that_cannot_run_in_slices_is_asked_once():
 @pytest.mark.parametrize(
     ("choices", "reason"),
     [
-        ({"tp": 2, "pp": 1, "sequence_parallel": True}, "sequence_parallel: true; schedule seq1f1b runs slices"),
-        ({"tp": 2, "pp": 1, "tensor_overlap": "sub-pipelined"}, "tensor_overlap: sub-pipelined; schedule seq1f1b runs"),
-        ({"replicas": "uneven"}, "replicas: a stage has several; schedule seq1f1b runs slices"),
+        (
+            {"tp": 2, "pp": 1, "sequence_parallel": True},
+            "slices of the sequence and sequence parallelism",
+        ),
+        (
+            {"tp": 2, "pp": 1, "tensor_overlap": "sub-pipelined"},
+            "slices of the sequence and sub-pipelining",
+        ),
+        ({"replicas": "uneven"}, "slices of the sequence and replicas of single stages do not go together"),
         ({"schedule": "seq1f1b:slices=5"}, "slices: 5 does not divide a sequence of 64"),
     ],
 )
