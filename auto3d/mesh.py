@@ -28,7 +28,7 @@ class Mesh(NamedTuple):
     def at(self, **coordinate: int) -> tuple[int, ...]:
         """The ranks at these places on some axes, in order of the other axes.
 
-        In a mesh of 2 pipelines × 1 replica × 2 shards of the ranks 0 to 3, those ``at(tensor=1)`` are 1 and 3.
+        In a mesh of 2 pipelines × 1 replica × 2 shards of the ranks 0 to 3, ``at(tensor=1)`` gives the ranks 1 and 3.
         """
         places = [0]
         for axis, size in self.axes:

@@ -1,7 +1,6 @@
 """Plans for one module on one cluster, for those who use the engine as a library."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -71,11 +70,11 @@ class Planner:
 
         @cache
         def graphs_of(samples: int, share: Share) -> tuple[LocalGraph, ...]:
-            chosen = model.split(samples, share) if share.tp > 1 else {}
+            chosen = model.split(samples, share.of_all_tokens) if share.tp > 1 else {}
             return local_graphs(derived(self._capture(samples), share, split=chosen))
 
         def share_work(samples: int, share: Share) -> Work:
-            local = graphs_of(samples, replace(share, slice_number=0))[share.slice_number]
+            local = graphs_of(samples, share.of_any_slice)[share.slice_number]
             return work_of_local(model.work(samples), local, precision=precision)
 
         model = PlannedGraphs(lambda samples: self._capture(samples).graph, work, cuts, split, share_work)

@@ -1,6 +1,6 @@
 """The share of a micro-batch's work that one operation of one rank does."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 
@@ -12,6 +12,16 @@ class Share:
     sequence_parallel: bool = False
     slices: int = 1
     slice_number: int = 0
+
+    @property
+    def of_any_slice(self) -> "Share":
+        """The share, whichever slice it is of."""
+        return replace(self, slice_number=0)
+
+    @property
+    def of_all_tokens(self) -> "Share":
+        """The share of a rank in all slices together."""
+        return replace(self, slices=1, slice_number=0)
 
 
 WHOLE = Share()

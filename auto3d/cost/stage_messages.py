@@ -1,5 +1,6 @@
 """Bytes and seconds of the messages between stages."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -68,5 +69,6 @@ class StageMessages:
         local = np.mean([self._work.work_at(samples, share).crossing[cuts] for share in shares], axis=0)
         if tp == 1 or not self._training.scattered_messages:
             return local, 0 * local
-        whole = self._work.work_at(samples).crossing[cuts]
+        undivided = [replace(share, tp=1, sequence_parallel=False) for share in shares]
+        whole = np.mean([self._work.work_at(samples, share).crossing[cuts] for share in undivided], axis=0)
         return whole / tp, np.where(local < whole, 0.0, whole)

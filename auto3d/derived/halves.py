@@ -35,10 +35,11 @@ _aten = torch.ops.aten
 _BATCH_NORMALISATIONS = ("batch_norm", "_native_batch_norm_legit_functional")
 
 
-def sub_pipelined(model: Derived) -> Derived:
+def sub_pipelined(model: Derived, *, fused_attention: bool = True) -> Derived:
     """``model`` with each micro-batch in two halves. Every value is that of ``model``, and so is every gradient except
     for the order in which the samples' gradients of a weight are added up.
 
+    ``fused_attention`` is the argument of ``describe``.
     Raises PlanError where that is impossible: for an odd number of samples, for operations that write to buffers or
     normalise by batch statistics, and for a model of whose collectives none lies between operations on halves.
     """
@@ -58,7 +59,7 @@ def sub_pipelined(model: Derived) -> Derived:
         builder = _HalvesBuilder(model)
         builder.build()
         exported = replace(model.program.exported, program=builder.graph)
-        halved = describe(exported)
+        halved = describe(exported, fused_attention=fused_attention)
         return replace(
             model,
             programs=(CapturedModel(graph=halved, exported=exported),),

@@ -31,7 +31,8 @@ class Derived:
     """Per program, for each node of its Graph the position in the whole Graph of the operation that it belongs to, in
     ascending order. A conversion belongs to the operation whose result it converts, or that needs its result."""
     placements: Mapping[str, TensorPlacement]
-    """Placement of every parameter and buffer of the model, by its name; with shards also of every value."""
+    """Placement of every parameter, buffer and constant of the model, by its name. With shards also of every value, as
+    the last slice holds it."""
     drawn_per_shard: frozenset[str] = frozenset()
     """Random operations whose results are split among shards: each rank draws numbers of its own."""
     half_of: Mapping[str, int] = field(default_factory=dict)
@@ -40,7 +41,7 @@ class Derived:
 
     @property
     def program(self) -> CapturedModel:
-        """The program, or that of the last slice, whose attention takes most."""
+        """The only program, or the last slice's, whose attention takes most."""
         return self.programs[-1]
 
     @property

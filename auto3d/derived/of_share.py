@@ -19,12 +19,13 @@ def derived(
     halves: bool = False,
     fused_attention: bool = True,
 ) -> Derived:
-    """``captured`` divided for ranks that have ``share`` of its work, whichever slice that names.
+    """``captured`` divided for ranks that have ``share`` of its work; ``share.slice_number`` does not matter.
 
     ``split`` is how a Plan splits the state among shards. With ``halves``, each micro-batch runs as two halves: one
-    computes while the collectives of the other run. ``fused_attention`` is that of ``describe``. Raises PlanError where
-    the model does not allow it.
+    computes while the collectives of the other run. ``fused_attention`` is the argument of ``describe``. Raises
+    PlanError where the model does not allow it.
     """
+    assert not (halves and share.slices > 1), "they do not go together"
     if share.slices > 1:
         return sliced(captured, share.slices, tp=share.tp, split=split, fused_attention=fused_attention)
     of_all = tensor_parallel(
@@ -34,4 +35,4 @@ def derived(
         sequence_parallel=share.sequence_parallel,
         fused_attention=fused_attention,
     )
-    return sub_pipelined(of_all) if halves else of_all
+    return sub_pipelined(of_all, fused_attention=fused_attention) if halves else of_all

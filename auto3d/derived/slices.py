@@ -1,9 +1,9 @@
 """The entry point: a captured model in slices of its sequence, as Seq1F1B runs it (Sun et al. 2024, section 3)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from auto3d.capture.describe import describe
+from auto3d.capture.describe import describe, is_random
 from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel
 from auto3d.derived.model import Derived
@@ -25,11 +25,11 @@ def sliced(
 ) -> Derived:
     """``captured`` in ``slices`` slices of its sequence, each divided among ``tp`` shards as ``split`` says.
 
-    ``fused_attention`` is that of ``describe``. Raises PlanError where the model does not allow it: see
+    ``fused_attention`` is the argument of ``describe``. Raises PlanError where the model does not allow it: see
     ``slice_programs`` and ``tensor_parallel``, and where the shards of two slices would hold different values.
     """
     position = {node.name: number for number, node in enumerate(captured.graph.nodes)}
-    state = captured.graph.parameters | captured.graph.buffers
+    state = (*captured.graph.parameters, *captured.graph.buffers, *captured.exported.constants)
     placements: dict[str, TensorPlacement] = dict.fromkeys(state, WHOLE)
     programs: list[CapturedModel] = []
     positions: list[tuple[int, ...]] = []
@@ -42,7 +42,8 @@ def sliced(
                 of_shard = tensor_parallel(
                     CapturedModel(graph=graph, exported=exported), tp, split=split, fused_attention=fused_attention
                 )
-                _check_alike(placements if programs else {}, of_shard, made.joined)
+                if programs:
+                    _check_alike(placements, drawn, of_shard, made.joined)
                 placements |= of_shard.placements
                 drawn |= of_shard.drawn_per_shard
                 graph, exported = of_shard.program.graph, of_shard.program.exported
@@ -60,15 +61,20 @@ def sliced(
     )
 
 
-def _check_alike(before: Mapping[str, TensorPlacement], of_shard: Derived, joined: Iterable[str]) -> None:
-    """Raise PlanError if the shards of a slice hold keys and values, or state, otherwise than ``before``."""
+def _check_alike(
+    placements: Mapping[str, TensorPlacement], drawn: Collection[str], of_shard: Derived, joined: Iterable[str]
+) -> None:
+    """Raise PlanError if the shards of a slice hold state, or keys and values, in another way than earlier slices, or
+    draw other numbers of their own."""
     held = {*of_shard.whole.graph.parameters, *of_shard.whole.graph.buffers, *joined}
-    for name in sorted(held & before.keys() & of_shard.placements.keys()):
-        if before[name] != of_shard.placements[name]:
-            raise PlanError(
-                f"tp: {of_shard.share.tp}; the ranks would hold {name} otherwise in one slice of the sequence than in "
-                "another; use tp = 1, or a schedule without slices"
-            )
+    differs = {name for name in held & placements.keys() if placements[name] != of_shard.placements.get(name)}
+    random = {node.name for node in of_shard.program.exported.program.nodes if is_random(node)}
+    differs |= {name for name in random if (name in drawn) != (name in of_shard.drawn_per_shard)}
+    if differs:
+        raise PlanError(
+            f"tp: {of_shard.share.tp}; ranks would hold {min(differs)} in one slice of the sequence in another way "
+            "than in the next; use tp = 1, or a schedule without slices"
+        )
 
 
 def _kept_by_slices(graph: Graph, joined: dict[str, str]) -> Graph:

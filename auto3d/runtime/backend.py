@@ -121,7 +121,8 @@ class RealBackend:
     ) -> dict[PipeStage, RunnableStage]:
         schedule, model = layout.schedule, layout.derived
         of_shard = None
-        if model is not None and group is not None:
+        if model is not None and model.share.tp > 1:
+            assert group is not None
             of_shard = TensorParallelRank(model=model, group=group)
         split = {o.stage for operations in schedule.operations for o in operations if o.kind is Kind.BACKWARD_INPUT}
         stage_type: Callable[..., Any] = partial(StageModule, compile=self.compile)

@@ -55,7 +55,7 @@ from auto3d.schedule.lowering import lower
 from auto3d.schedule.operation import Schedule
 from auto3d.schedule.program import PipeStage, Program
 from auto3d.schedule.shape import shares_of
-from auto3d.share import Share, share_of
+from auto3d.share import WHOLE, Share, share_of
 
 _CAUSE_OF_SEED = (
     "the model's initialisation does not follow from training.seed alone, but depends on the rank, the time or a "
@@ -322,7 +322,7 @@ def predicted_memory(captured: CapturedModel, plan: Plan, settings: TrainingSett
             graphs, shares = [*graphs, *local_graphs(of_tokens)], [*shares, share_of(plan)]
         made = (work_of_local(whole, graph, precision=graph.graph.precision) for graph in graphs)
         of_shares = dict(zip(shares, made, strict=True))
-        work = ModelWork(lambda samples, share: of_shares.get(share, whole), options)
+        work = ModelWork(lambda samples, share: whole if share == WHOLE else of_shares[share], options)
         return PlanMemory(work, options).devices(plan)
 
     def work_at(samples: int, share: Share) -> Work:

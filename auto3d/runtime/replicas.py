@@ -67,7 +67,7 @@ def captured_slice(captured: CapturedModel, plan: Plan, replicas: int) -> tuple[
 def capture_slices(captured: CapturedModel, plan: Plan) -> None:
     """Make the program of every size that a replica of ``plan`` runs; processes forked later share the results.
 
-    For shards of slices also that of whole sequences, by which their memory is estimated.
+    For shards of slices also the program of whole sequences, by which their memory is estimated.
     """
     if plan.tp > 1 and shares_of(plan)[0].slices > 1:
         rank_program(captured, without_slices(plan), 1)

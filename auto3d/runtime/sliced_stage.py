@@ -27,7 +27,7 @@ class SlicedStage:
         *,
         of_shard: DerivedProgram | None = None,
     ) -> None:
-        """``stages`` has this stage in the program of each slice; ``of_shard`` is that of SliceOfStage."""
+        """``stages`` has this stage in the program of each slice; ``of_shard`` is the field of SliceOfStage."""
         self.stage = stages[-1]
         self.losses: dict[int, torch.Tensor] = {}  # slice of a micro-batch -> its weighted loss, until it is taken
         self.counts: dict[int, dict[int, torch.Tensor]] = {}

@@ -157,7 +157,7 @@ class SubPipelinedStage:
         loss_scale: LossScale | None = None,
     ) -> None:
         assert isinstance(derived, TensorParallelRank)
-
+        assert derived.model.half_of
         group, half_of = derived.group, derived.model.half_of
         self.stage = stage
         self.losses: dict[int, torch.Tensor] = {}  # micro-batch -> its weighted loss, until it is taken

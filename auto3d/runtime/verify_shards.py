@@ -68,6 +68,11 @@ def check_shards(model: Derived, data: DataSettings, *, seed: int, device: torch
         if (difference := _difference(model, outcomes, whole)) is None:
             return
         place = "" if in_slices else _first_value_that_differs(model, tensors, batch, device)
+    if in_slices:
+        raise ShardsDifferError(
+            f"{model.share.slices} slices of the sequence in {model.share.tp} shards change what "
+            f"{type(module).__name__} computes: {difference}; use a schedule without slices, or set plan.tp=1"
+        )
     raise ShardsDifferError(
         f"tensor parallelism over {model.share.tp} ranks changes what {type(module).__name__} computes: {difference}"
         f"{place}; set plan.tp=1, or split other weights"

@@ -69,7 +69,7 @@ def run_slices(
     device: torch.device,
     of_shard: DerivedProgram | None = None,
 ) -> Computed:
-    """What the slices of ``model`` compute together; ``of_shard`` is that of SliceOfStage."""
+    """What the slices of ``model`` compute together; ``of_shard`` is the field of SliceOfStage."""
     state = _copied(state)
     everything = stages_between([0, len(model.whole.graph.nodes)])
     randomness, terms = randomness_of_one(device), terms_of_slice(model.whole, model.share.slices).counted

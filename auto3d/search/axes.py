@@ -1,4 +1,4 @@
-"""The axes of a plan: one field of ``Candidate`` for each, with everything that is said of it elsewhere.
+"""The axes of a plan: each is a field of ``Candidate``, with everything that is said of the axis elsewhere.
 
 The search space, the keys ``search.*`` and ``plan.*`` of a recipe, the columns of tables and files, and the words for a
 candidate follow from these fields. A new axis is a new field here; what it does to a plan is up to ``PlanMaker``.
@@ -25,9 +25,8 @@ EQUAL, UNEVEN = REPLICAS = ("equal", "uneven")
 class PlanAxis:
     """One choice that every plan makes.
 
-    ``every`` gives the values that "auto" stands for, on a cluster, with so many samples per iteration. Where
-    ``matters`` is false, all values of the axis give the same plan, and ``alike`` says which of the tried values stands
-    for them.
+    ``every(cluster, global_batch)`` gives the values that "auto" stands for. Where ``matters`` is false, all values of
+    the axis give the same plan, and ``alike`` says which of the tried values stands for them.
     """
 
     default: Any = None  # None: every candidate has to say it
@@ -54,13 +53,14 @@ def _axis(**of: Any) -> Any:
     return field(default=MISSING if axis.default is None else axis.default, metadata={"axis": axis})
 
 
-def _divisors(cluster: Cluster) -> list[int]:
+def divisors_of(cluster: Cluster) -> list[int]:
+    """The numbers that divide the devices of ``cluster``."""
     return [number for number in range(1, cluster.devices + 1) if cluster.devices % number == 0]
 
 
 def _divisors_in_a_node(cluster: Cluster) -> list[int]:
     in_a_node = gcd(*(node.devices for node in cluster.nodes))
-    return [number for number in _divisors(cluster) if in_a_node % number == 0]
+    return [number for number in divisors_of(cluster) if in_a_node % number == 0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Candidate:
     dp: int = _axis(
         meaning="data-parallel degree",
         trying="data-parallel degrees to try; auto: every divisor of the number of devices",
-        every=lambda cluster, batch: _divisors(cluster),
+        every=lambda cluster, batch: divisors_of(cluster),
         least=1,
         is_degree=True,
         heading="dp",
@@ -88,7 +88,7 @@ class Candidate:
     pp: int = _axis(
         meaning="pipeline depth",
         trying="pipeline depths to try; auto: every divisor of the number of devices",
-        every=lambda cluster, batch: _divisors(cluster),
+        every=lambda cluster, batch: divisors_of(cluster),
         least=1,
         is_degree=True,
         heading="pp",
@@ -279,6 +279,7 @@ def schedule_of_axis(plan: Plan) -> str:
 
 def plan_name(plan: Plan) -> str:
     """The choices that ``plan`` holds, in words; two plans of one name differ in stages or placement."""
-    schedule = write_schedule(plan.schedule, plan.schedule_options)
+    options = {name: value for name, value in plan.schedule_options.items() if name != "times"}  # the model's, long
+    schedule = write_schedule(plan.schedule, options)
     values = {name: getattr(plan, name) for name in OF_PLANS} | {"schedule": schedule}
     return ", ".join([usual_choices(values), *unusual_choices(values)])

@@ -235,7 +235,7 @@ class PlanMaker:
         for samples, share in degrees:
             with suppress(InputError):
                 self._fingerprint(samples)
-                self._split(samples, share)
+                self._split(samples, share.of_all_tokens)
                 if share.slices > 1:
                     self._check_sliced(samples, share)
                 else:

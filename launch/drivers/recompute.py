@@ -54,8 +54,8 @@ def try_fractions(recipe: LoadedRecipe, report: Callable[[TriedFraction], None])
         return captured_at(micro_batch_size).graph
 
     model = PlanningModel(recipe, captured_at=captured_at)
-    everything: dict[str, Any] = {"recompute": FULL}
-    base = candidates.of_plan(recipe, replace(wanted, **everything), graph_at, model)
+    changes: dict[str, Any] = {"recompute": FULL}
+    base = candidates.of_plan(recipe, replace(wanted, **changes), graph_at, model)
     graph = graph_at(samples_at_once(base))
     bounds = shard(graph).bounds
     variants = KeptFractions(base, lambda stage: subgraph_starts(graph, stage, bounds))

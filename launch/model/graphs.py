@@ -4,7 +4,7 @@ They are loaded from the cache, or made and stored there.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -152,7 +152,7 @@ class PlanningModel:
 
     def graph_of(self, micro_batch_size: int, share: Share) -> LocalGraph:
         """What an operation runs that does ``share``, any but the whole; raises InputError as ``local_graphs`` does."""
-        return self._last_graphs(micro_batch_size, replace(share, slice_number=0))[share.slice_number]
+        return self._last_graphs(micro_batch_size, share.of_any_slice)[share.slice_number]
 
     def program(self, micro_batch_size: int) -> "CapturedModel":
         """The model captured in this process; the most recent captures are kept."""

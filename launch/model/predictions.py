@@ -26,8 +26,8 @@ from launch.recipe.load import LoadedRecipe
 from launch.recipe.search_schema import PlanRecipe
 from launch.recipe.settings import emulation, predicted_precision, predicted_times
 
-DEGREES = ("micro_batch_size", "tp", "dp", "pp")  # every row has them
-PLAN_COLUMNS = (*DEGREES, "partition_cuts", *CHOICES)
+REQUIRED = ("micro_batch_size", "tp", "dp", "pp")  # every row has them
+PLAN_COLUMNS = (*REQUIRED, "partition_cuts", *CHOICES)
 _FLAGS = {"false": False, "true": True, "0": False, "1": True}
 
 
@@ -63,7 +63,7 @@ def read_candidates(recipe: LoadedRecipe, file: str) -> list[dict[str, str]]:
         rows = [{renamed.get(name, name): value for name, value in row.items()} for row in csv.DictReader(lines)]
     if not rows:
         raise InputError(f"{file}: holds no rows; it needs one row per candidate")
-    missing = [name for name in DEGREES if name not in rows[0]]
+    missing = [name for name in REQUIRED if name not in rows[0]]
     if missing:
         raise InputError(
             f"{file}: lacks the column {missing[0]}; it takes {', '.join(PLAN_COLUMNS)} and keys of a recipe such as "
@@ -184,7 +184,8 @@ def candidate_of_row(recipe: LoadedRecipe, row: Mapping[str, str]) -> Candidate:
     """
     base = candidate_of(recipe.values.plan or PlanRecipe())
     choices: dict[str, Any] = {"partition": predicted_times(recipe.values).partition}
-    choices |= {name: _value(name, row[name]) for name in (*DEGREES, *CHOICES) if row.get(name)}
+    choices |= {name: _value(name, row[name]) for name in REQUIRED}
+    choices |= {name: _value(name, row[name]) for name in CHOICES if row.get(name)}
     cuts = tuple(json.loads(row["partition_cuts"])) if row.get("partition_cuts") else None
     return replace(base, **choices, cuts=cuts)
 
@@ -202,9 +203,12 @@ def _value(name: str, text: str) -> Any:
         raise InputError(f"{name}: found {text!r}; it takes {' or '.join(_FLAGS)}")
     if axis.options or text in axis.takes:  # options are checked where the schedule is made
         return text
+    if text.lower() in axis.takes:
+        return text.lower()
     words = ", ".join(map(str, axis.takes))
-    if axis.most is None:
+    if axis.least is None or axis.most is None:
         raise InputError(f"{name}: found {text!r}; it takes one of {words}")
     with suppress(ValueError):
-        return float(text)
-    raise InputError(f"{name}: found {text!r}; it takes {words}, or a number")
+        if axis.least <= float(text) <= axis.most:
+            return float(text)
+    raise InputError(f"{name}: found {text!r}; it takes {words}, or a number from {axis.least:g} to {axis.most:g}")

@@ -1,4 +1,4 @@
-"""The keys of a search space, and of the one plan of a training: those of the axes of a plan, and some more."""
+"""The keys of a search space, and of the one plan of a training: most are axes of a plan."""
 
 from dataclasses import dataclass, make_dataclass
 from typing import Any

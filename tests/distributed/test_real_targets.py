@@ -202,6 +202,10 @@ CASES: Mapping[str, tuple[str, Any]] = {
         {"dp": 1, "tp": 2, "pp": 2, "micro_batches": 3, "schedule": "seq1f1b", "options": {"slices": 4}},
     ),
     "two losses": ("two-losses", {"dp": 2, "pp": 2, "micro_batches": 3}),
+    "two losses in slices": (
+        "two-losses",
+        {"dp": 1, "pp": 2, "micro_batches": 3, "schedule": "seq1f1b", "options": {"slices": 2}},
+    ),
     "halves": (
         "gpt2-4-heads",
         {"dp": 1, "tp": 2, "pp": 2, "micro_batches": 4, "tensor_overlap": SUB_PIPELINED},
@@ -210,7 +214,15 @@ CASES: Mapping[str, tuple[str, Any]] = {
 
 
 # Their updates wait for sums only because targets are ignored.
-UNCLIPPED = ("chimera", "t5", "halves", "two losses", "slices of the sequence", "slices in shards")
+UNCLIPPED = (
+    "chimera",
+    "t5",
+    "halves",
+    "two losses",
+    "two losses in slices",
+    "slices of the sequence",
+    "slices in shards",
+)
 
 
 ALIKE = ("gems", "recomputed", "t5", "tp2 pp2")  # the suite has other pipes, options and models; "halves" is tp2 pp2

@@ -74,7 +74,7 @@ def without(model: Derived, conversion: str, which: int) -> Derived:
 def test_a_collective_left_out_of_one_slice_is_refused(conversion, which):
     model = captured("gpt2", 2)
     found = derived(model, Share(tp=2, slices=2), split=planned_split(model, Share(tp=2), rules={}))
-    with pytest.raises(ShardsDifferError, match="tensor parallelism over 2 ranks changes what"):
+    with pytest.raises(ShardsDifferError, match="2 slices of the sequence in 2 shards change what"):
         check(without(found, conversion, which), TRAINED["gpt2"][1])
 
 

@@ -358,8 +358,9 @@ class PlanMemory:
         if position < 0:
             return ""
         tensors = self._work.work_at(self._samples(plan), share_of(plan)).tensors
-        if self._training.system is not None and tensors.begins is not None:
-            position = int(tensors.begins[position])  # the positions of a fused stage are the whole Graph's
+        in_whole = self._training.system is not None or len(shares_of(plan)) > 1
+        if in_whole and tensors.begins is not None:
+            position = int(tensors.begins[position])  # a fused stage and slices have the whole Graph's positions
         return tensors.operations[position] if position < len(tensors.operations) else ""
 
     def _activations(

@@ -19,7 +19,7 @@ from typing import Any
 from auto3d.cluster import Cluster
 from auto3d.search.algorithms.annealing import accepted_s
 from auto3d.search.algorithms.random_search import with_choices
-from auto3d.search.axes import EQUAL, Candidate
+from auto3d.search.axes import EQUAL, Candidate, divisors_of
 from auto3d.search.recompute import AUTO
 from auto3d.search.search import Search
 from auto3d.search.space import SearchSpace
@@ -33,15 +33,14 @@ def amp_space(space: SearchSpace, cluster: Cluster) -> SearchSpace:
     Degrees and micro-batch sizes that ``space`` lists stay. Where it has "auto", tensor-parallel groups may be of any
     size that divides the cluster, and cross nodes.
     """
-    every = [number for number in range(1, cluster.devices + 1) if cluster.devices % number == 0]
-    axes: dict[str, Any] = {
-        "tp": every if space.tp == AUTO else space.tp,
+    changes: dict[str, Any] = {
+        "tp": divisors_of(cluster) if space.tp == AUTO else space.tp,
         "schedule": ("1f1b",),
         "partition": ("layer-assignment",),
         "placement": TILINGS,
         "replicas": (EQUAL,),
     }
-    return replace(space, **axes, allow_idle_devices=False)
+    return replace(space, **changes, allow_idle_devices=False)
 
 
 def amp(search: Search, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Rules of the operators that the program of a slice of the sequence has besides those of the model."""
+"""Rules of the operators that only the program of a slice of the sequence has."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from auto3d.tensor.rules.call import Axis, Call, Rule
 
 
 def _with_earlier(call: Call) -> Rule:
-    """A value behind those of earlier slices along one dimension: the others pass through."""
+    """A value behind the values of earlier slices along one dimension: other dimensions pass through."""
     joined = call.argument("dim")
     return Rule(axes=tuple(Axis((dim,), (dim,)) for dim in range(len(call.shapes[0])) if dim != joined))
 
