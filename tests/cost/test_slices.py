@@ -19,6 +19,8 @@ from auto3d.cost.times import times_of
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import Work, work_of, work_of_local, work_scaled
 from auto3d.derived.local_graph import LocalGraph, local_graph_from_json, local_graph_to_json, local_graphs
+from auto3d.derived.of_share import derived
+from auto3d.derived.planned_split import planned_split
 from auto3d.derived.slices import sliced
 from auto3d.partition.merak import shard
 from auto3d.plan import Plan, PlanError
@@ -265,6 +267,27 @@ def test_slices_refuse_other_divisions_of_the_model(choices, reason):
     maker.model = maker.model.on(Cluster(nodes=(replace(NODE, devices=4),), device="cuda"))
     with pytest.raises(PlanError, match=reason):
         maker.unlimited(replace(CANDIDATE, **choices))
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_messages_of_slices_in_shards_have_the_bytes_of_whole_sequences(scattered):
+    """Without latency, a micro-batch then takes as long on a link in slices as at once."""
+    model = captured("gpt2-wide", 4)
+    whole = work_of(model.graph, shard(model.graph).bounds)
+    split = planned_split(model, Share(tp=2), rules={})
+    graphs = cache(lambda share: local_graphs(derived(model, share, split=split if share.tp > 1 else {})))
+
+    def work(samples: int, share: Share) -> Work:
+        return whole if share == WHOLE else work_of_local(whole, graphs(share.of_any_slice)[share.slice_number])
+
+    link = Link(latency_s=0.0, bandwidth=2e8)
+    cluster = Cluster(nodes=(replace(NODE, devices=4, inside=link, handling=(0.0, 0.0)),), device="cuda")
+    costs = CostModel(cluster, TrainingOptions(scattered_messages=scattered), work)
+    fixed = {"dp": 1, "tp": 2, "pp": 2, "micro_batch_size": 4, "micro_batches": 4}
+    sliced = costs.costs(make_plan("gpt2-wide", **fixed, schedule="seq1f1b", options={"slices": SLICES}))
+    at_once = costs.costs(make_plan("gpt2-wide", **fixed))
+    assert sliced.messages[0].forward == pytest.approx(at_once.messages[0].forward)
+    assert at_once.messages[0].forward > 0
 
 
 def test_measured_layers_run_no_slices():

@@ -84,6 +84,8 @@ def test_a_row_that_cannot_be_says_why_and_the_others_are_predicted(auto3d, laye
         "x,1,1,1,,,,,",
         "1,1,1,1,,zigzag,,,",
         "1,4,1,1,,,,,",
+        "1,1,,1,,,,,",
+        "1,1,1,1,,,1.5,,",
     ]
     (layered / "rows.csv").write_text(HEADER + "\n".join(bad) + "\n" + ROWS)
     result = auto3d("predict", "layered.yaml", "--candidates", "rows.csv", "--json")
@@ -95,6 +97,8 @@ def test_a_row_that_cannot_be_says_why_and_the_others_are_predicted(auto3d, laye
         "'x'",
         "'zigzag'",
         "there are no times for T4 at tp 4",
+        "dp: found ''; it takes a whole number",
+        "recompute: found '1.5'; it takes none, full, auto, or a number from 0 to 1",
     ]
     for record, word in zip(records, words, strict=False):
         assert record["predicted_s"] is None
