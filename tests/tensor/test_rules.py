@@ -13,11 +13,12 @@ from torch import fx
 from transformers.integrations import moe  # noqa: F401  it registers grouped_mm_fallback
 
 from auto3d.capture.shard import Shard, joined
+from auto3d.derived.slice_operators import WITH_EARLIER
 from auto3d.runtime.lockstep import Lockstep, LockstepGroup
 from auto3d.runtime.tensor_group import ConversionModule, VocabularyCrossEntropy, VocabularyEmbedding
 from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING, conversion_of, split_of
 from auto3d.tensor.operations import calls_of
-from auto3d.tensor.rules import RULES
+from auto3d.tensor.rules import RULES, slices
 from auto3d.tensor.rules.call import Call, Inner, Rule, Way
 from auto3d.tensor.ways import ways_of_call
 from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, Split, TensorPlacement, split_along
@@ -66,6 +67,8 @@ BINARY += "xlogy rsub true_divide multiply subtract divide logical_and logical_o
 BITWISE = "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift "
 BITWISE += "__and__ __or__ __xor__ __lshift__ __rshift__"
 EXAMPLES = [
+    call("with_earlier", normal(2, 4, 3, 6), 2, 5),
+    call("causal_rows", torch.ones(2, 4, 6, 6).tril().bool(), 2, 4),
     *(call(name, positive(4, 2, 6)) for name in PLAIN.split()),
     *(
         call(name, positive(4, 2, 6), positive(*shape))
@@ -285,6 +288,7 @@ MORE_RANKS = [  # sizes that three and four ranks divide
 
 def overload(name: str) -> torch._ops.OpOverload:
     namespace = torch.ops.transformers if name.startswith("grouped_mm") else aten
+    namespace = torch.ops.auto3d if name in slices.RULES else namespace
     packet = getattr(namespace, name.partition(".")[0])
     chosen = name.partition(".")[2]
     tensors = BINARY.split() + BITWISE.split()
@@ -316,7 +320,7 @@ def captured_call(example: Example) -> tuple[Call, list[torch.Tensor]]:
 
     args = tuple(argument(each) for each in example.args)
     node = program.call_function(overload(example.operator), args, example.kwargs)
-    value = node.target(*fx.node.map_arg(args, learning.get), **example.kwargs)
+    value = STAND_IN.get(node.target, node.target)(*fx.node.map_arg(args, learning.get), **example.kwargs)
     if isinstance(value, torch.Tensor):
         node.meta["val"] = _on_meta(value)
     else:
@@ -383,7 +387,15 @@ def run(target: object, args: object, kwargs: dict, values: dict, group: Lockste
         return VocabularyEmbedding(group)(*args)
     if target is VOCABULARY_CROSS_ENTROPY:
         return VocabularyCrossEntropy(group, "a loss")(*args)
-    return target(*args, **kwargs)
+    return STAND_IN.get(target, target)(*args, **kwargs)
+
+
+def behind_zeros(value: torch.Tensor, dim: int, earlier: int) -> torch.Tensor:
+    shape = [earlier if place == dim else size for place, size in enumerate(value.shape)]
+    return torch.cat([value.new_zeros(shape), value], dim)
+
+
+STAND_IN = {WITH_EARLIER: behind_zeros}  # a stage runs it with the values that it keeps
 
 
 def results_of(value: object) -> list[torch.Tensor]:
