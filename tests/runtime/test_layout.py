@@ -66,7 +66,7 @@ def test_emulated_devices_hold_no_state_and_load_no_inputs():
         assert each.state_names == ()
         assert not any(stage.inputs for stage in each.stages.values())
         assert [transfer.value.bytes for transfer in each.transfers] == [100]
-    with pytest.raises(PlanError, match="stages: 0 has 2 replicas"):
+    with pytest.raises(PlanError, match="emulated devices and replicas of single stages do not go together"):
         layouts(make_plan("gpt2", [2, 1]), settings)
 
 
