@@ -27,10 +27,10 @@ class LocalGraph:
 
 def local_graphs(model: Derived) -> tuple[LocalGraph, ...]:
     """The LocalGraph of each program of ``model``."""
-    parameters = model.whole.graph.parameters
+    parameters, split = model.whole.graph.parameters, model.split
     copied = frozenset(n for n in parameters if model.placements[n].kind is PlacementKind.COPIED)
     return tuple(
-        LocalGraph(graph=program.graph, positions=positions, shards=model.share.tp, copied=copied, split=model.split)
+        LocalGraph(graph=program.graph, positions=positions, shards=model.share.tp, copied=copied, split=split)
         for program, positions in zip(model.programs, model.positions, strict=True)
     )
 

@@ -28,7 +28,8 @@ def tensor_parallel(
     ``split`` is how a Plan splits all of the model's state. Without it, every product's weights are split where that is
     possible, except for ``pinned`` state, by name: it has exactly this Split, or with None is whole or copied. With
     ``sequence_parallel``, values between products are split along the sequence where that costs no more communication.
-    ``fused_attention`` is that of ``describe``. Raises PlanError if ``split`` or ``pinned`` does not fit the model.
+    ``fused_attention`` is the argument of ``describe``. Raises PlanError if ``split`` or ``pinned`` does not fit the
+    model.
     """
     assert split is None or pinned is None, "split says everything"
     exported = captured.exported

@@ -11,7 +11,8 @@ from auto3d.capture.graph import Graph, Value
 from auto3d.errors import InputError
 from auto3d.partition.cost import analytic
 from auto3d.partition.stage import Stage, Transfer, cut
-from auto3d.plan import StagePlan
+from auto3d.plan import Plan, StagePlan
+from auto3d.schedule.combinations import EMULATED, check_together, divisions_of
 from auto3d.schedule.operation import Schedule
 from auto3d.simulate.costs import Costs, MessageCost
 
@@ -56,6 +57,11 @@ class Emulation:
                 "for each stage"
             )
         return value
+
+    def check(self, plan: Plan) -> None:
+        """Raise InputError unless ``plan`` can run on emulated devices, and every key fits it."""
+        check_together({*divisions_of(plan), EMULATED})
+        self.check_fits(plan.stages)
 
     def check_fits(self, stages: Sequence[StagePlan]) -> None:
         """Raise InputError unless every key fits ``stages``."""

@@ -257,13 +257,14 @@ def terms_of_slice(captured: CapturedModel, slices: int) -> LossTerms:
 
 def _features(plan: Plan, settings: TrainingSettings, schedule: Schedule) -> set[Feature]:
     """The features of a run that may not go together."""
-    kinds = {operation.kind for operations in schedule.operations for operation in operations}
-    found = {
-        COMPILED: settings.compile,
-        EMULATED: settings.emulation is not None,
-        SPLIT_BACKWARD: Kind.BACKWARD_INPUT in kinds,
-    }
-    return divisions_of(plan) | {feature for feature, is_there in found.items() if is_there}
+    found = divisions_of(plan)
+    if settings.emulation is not None:
+        found.add(EMULATED)
+    if settings.compile:  # nothing else asks for the kinds of all operations, which may be many
+        found.add(COMPILED)
+        if any(each.kind is Kind.BACKWARD_INPUT for operations in schedule.operations for each in operations):
+            found.add(SPLIT_BACKWARD)
+    return found
 
 
 def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:

@@ -30,8 +30,8 @@ class PlanAxis:
     """
 
     default: Any = None  # None: every candidate has to say it
-    meaning: str = ""  # of the key plan.NAME; empty: a recipe's own plan takes the default
-    trying: str  # meaning of the key search.NAME
+    meaning: str = ""  # what the key plan.NAME says; empty: a recipe's own plan takes the default
+    trying: str  # what the key search.NAME says
     tried: Tried = AUTO  # default of that key
     every: Callable[[Cluster, int], Sequence[Any]]
     takes: Sequence[str | bool] = ()  # the accepted words; empty: only numbers
@@ -43,7 +43,7 @@ class PlanAxis:
     bounds_memory: bool = False  # and the memory that a candidate is expected to need
     matters: Callable[["Candidate"], bool] = lambda candidate: True
     alike: Callable[[Sequence[Any]], Any] = lambda tried: tried[0]
-    heading: str = ""  # of its column in tables; empty: no column
+    heading: str = ""  # the axis has a column under this heading in tables; empty: no column
     label: str | None = None  # stands before the value in the words for a plan; None: see ``unusual``
     unusual: str = ""  # the words for another value than the default, where only such a value is named; {} is the value
 
@@ -53,14 +53,9 @@ def _axis(**of: Any) -> Any:
     return field(default=MISSING if axis.default is None else axis.default, metadata={"axis": axis})
 
 
-def divisors_of(cluster: Cluster) -> list[int]:
-    """The numbers that divide the devices of ``cluster``."""
-    return [number for number in range(1, cluster.devices + 1) if cluster.devices % number == 0]
-
-
-def _divisors_in_a_node(cluster: Cluster) -> list[int]:
-    in_a_node = gcd(*(node.devices for node in cluster.nodes))
-    return [number for number in divisors_of(cluster) if in_a_node % number == 0]
+def divisors_of(count: int) -> list[int]:
+    """The numbers that divide ``count``, from 1 up."""
+    return [number for number in range(1, count + 1) if count % number == 0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +65,7 @@ class Candidate:
     dp: int = _axis(
         meaning="data-parallel degree",
         trying="data-parallel degrees to try; auto: every divisor of the number of devices",
-        every=lambda cluster, batch: divisors_of(cluster),
+        every=lambda cluster, batch: divisors_of(cluster.devices),
         least=1,
         is_degree=True,
         heading="dp",
@@ -79,7 +74,7 @@ class Candidate:
     tp: int = _axis(
         meaning="tensor-parallel degree",
         trying="tensor-parallel degrees to try; auto: every divisor of the number of devices of each node",
-        every=lambda cluster, batch: _divisors_in_a_node(cluster),
+        every=lambda cluster, batch: divisors_of(gcd(*(node.devices for node in cluster.nodes))),
         least=1,
         is_degree=True,
         heading="tp",
@@ -88,7 +83,7 @@ class Candidate:
     pp: int = _axis(
         meaning="pipeline depth",
         trying="pipeline depths to try; auto: every divisor of the number of devices",
-        every=lambda cluster, batch: divisors_of(cluster),
+        every=lambda cluster, batch: divisors_of(cluster.devices),
         least=1,
         is_degree=True,
         heading="pp",
@@ -246,7 +241,8 @@ AXES: dict[str, PlanAxis] = {
 TYPES: dict[str, Any] = get_type_hints(Candidate)
 DEGREES = tuple(name for name, axis in AXES.items() if axis.is_degree)
 CHOICES = tuple(name for name, axis in AXES.items() if not axis.is_degree)
-OF_PLANS = tuple(name for name in AXES if get_type_hints(Plan).get(name) == TYPES[name])
+_OF_PLAN = get_type_hints(Plan)
+OF_PLANS = tuple(name for name in AXES if _OF_PLAN.get(name) == TYPES[name])
 """The axes whose values a Plan holds. What became of the others shows in its stages, placement and options."""
 
 

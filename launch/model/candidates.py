@@ -15,7 +15,6 @@ from auto3d.plan import AUTO3D, Plan, PlanError
 from auto3d.runtime.parameter_groups import update_rules
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of, write_schedule
 from auto3d.schedule.carried_buffers import check_carried_buffers
-from auto3d.schedule.combinations import EMULATED, check_together, divisions_of
 from auto3d.schedule.order_text import ORDER
 from auto3d.search.axes import AXES, Candidate
 from auto3d.search.make import PlanMaker
@@ -152,8 +151,7 @@ def runnable_maker(
             )
         check_updates(plan)
         if emulated is not None:
-            check_together({*divisions_of(plan), EMULATED})
-            emulated.check_fits(plan.stages)
+            emulated.check(plan)
         graph = graph_at(samples_at_once(plan))
         if graph.carried_buffers:
             check_carried_buffers(graph, plan, schedule_of(plan), cut(graph, plan.stages))

@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from auto3d.cost.profile import Profile, ProfileError, Setting
+from auto3d.search.axes import divisors_of
 from auto3d.share import Share
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema_key import AUTO
@@ -110,11 +111,10 @@ def tensor_parallel_shares(recipe: LoadedRecipe) -> list[Share]:
     """The shares of tensor-parallel ranks to measure: of the recipe's search and plan, if a group fits on a node."""
     values = recipe.values
     devices, searched = values.cluster.devices_per_node, values.search.tp
-    divisors = [degree for degree in range(1, devices + 1) if devices % degree == 0]
     kinds = values.search.sequence_parallel
     found = {
         (degree, kind)
-        for degree in (divisors if searched == AUTO else searched)
+        for degree in (divisors_of(devices) if searched == AUTO else searched)
         for kind in ([False, True] if kinds == AUTO else kinds)
     }
     if values.plan is not None:

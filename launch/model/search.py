@@ -5,7 +5,6 @@ from math import inf
 
 from auto3d.plan import AUTO3D, Plan, PlanError
 from auto3d.schedule import SCHEDULES, parse_schedule
-from auto3d.schedule.combinations import EMULATED, check_together, divisions_of
 from auto3d.search.algorithms import AMP, run_algorithm
 from auto3d.search.algorithms.amp import amp_space
 from auto3d.search.make import PlanMaker
@@ -57,8 +56,7 @@ def search_recipe(
         if check_updates is not None:
             check_updates(plan)
         if emulated is not None:
-            check_together({*divisions_of(plan), EMULATED})
-            emulated.check_fits(plan.stages)
+            emulated.check(plan)
 
     model = cost_model(recipe, subject)
     space = search_space(recipe.values)

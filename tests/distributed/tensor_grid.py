@@ -34,7 +34,7 @@ SCHEDULES_OF_TWO = ("1f1b", "shifted-critical-path", "chimera", "zb-h1")
 OVERLAPS = (NO_OVERLAP, SUB_PIPELINED)
 DERIVED, KNOWN = "derived", "known-rules"  # sources of the split: the graph alone, or rules of transformers or auto3d
 RULES = (DERIVED, KNOWN)
-SLICED = "seq1f1b"  # of causal models
+SLICED = "seq1f1b"  # it takes causal models
 CAUSAL = ("gpt2-4-heads", "gpt2-4-heads-dropout", "llama-grouped-query")
 RECOMPUTE = ("none", "full", 0.5)  # a number is the kept fraction of the first stage
 

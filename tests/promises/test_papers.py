@@ -17,7 +17,7 @@ QUICK = (
     "rannc-coarsening",
     "rannc-fig5",
 )
-TIMES = ("ms", "ms_of_loading_ranks", "minutes", "seconds")  # of this machine, which may be another or busy
+TIMES = ("ms", "ms_of_loading_ranks", "minutes", "seconds")  # they depend on the machine, which may be busy
 
 
 def test_every_paper_has_two_but_amp_of_which_only_one_is_quick():

@@ -34,7 +34,7 @@ def amp_space(space: SearchSpace, cluster: Cluster) -> SearchSpace:
     size that divides the cluster, and cross nodes.
     """
     changes: dict[str, Any] = {
-        "tp": divisors_of(cluster) if space.tp == AUTO else space.tp,
+        "tp": divisors_of(cluster.devices) if space.tp == AUTO else space.tp,
         "schedule": ("1f1b",),
         "partition": ("layer-assignment",),
         "placement": TILINGS,
