@@ -214,7 +214,7 @@ class TwoLosses(nn.Module):
         self.early, self.late = nn.Linear(width, 256), nn.Linear(width, 256)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        hidden = torch.tanh(self.first(self.embedding(input_ids))) * torch.tensor([0.9])
+        hidden = torch.tanh(self.first(self.embedding(input_ids))) * torch.tensor([0.9], device=input_ids.device)
         early = self.early(hidden)
         loss = 0.5 * nn.functional.cross_entropy(early.flatten(0, 1), labels.flatten())
         for _ in range(4):

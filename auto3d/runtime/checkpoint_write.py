@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 
 from auto3d.capture.shard import Shard
 from auto3d.runtime.activity import THIS_RANK
+from auto3d.runtime.background import start_thread
 from auto3d.runtime.checkpoint import (
     INDEX,
     Checkpoint,
@@ -102,8 +103,7 @@ class CheckpointWriter:
             copied = torch.cuda.Event(blocking=True)
             copied.record()
         work = partial(self._write, checkpoint, own, unfinished, dist.get_rank(), copied)
-        self._thread = Thread(target=work, name="checkpoint", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("checkpoint", work)
 
     def check(self) -> None:
         """Raise the error of a write that has failed."""

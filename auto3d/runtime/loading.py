@@ -8,14 +8,16 @@ take time from the core that computes.
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event
 from typing import Protocol
 
 import torch
 
 from auto3d.data import MicroBatches, Reading
+from auto3d.runtime.background import start_thread
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import PipeStage, Program
 
@@ -193,8 +195,9 @@ class _Prefetcher:
         ended = Event()
         self.end = weakref.finalize(self, _end, ended, self._free)
         # The thread must not refer to this object, because it ends when this object is collected.
-        work = (memory, _endless(needs, iterations, begin), make, self._free, self._made, ended)
-        Thread(target=_prefetch, args=work, name="inputs", daemon=True).start()
+        needed = _endless(needs, iterations, begin)
+        work = partial(_prefetch, memory, needed, make, self._free, self._made, ended)
+        start_thread("inputs", work, end=partial(_end, ended, self._free))
 
     def take(self, need: Need) -> Reading:
         """What was read for ``need``, which must be the next need, with copies of its inputs on the device."""

@@ -5,10 +5,12 @@ They take turns where they wait for one another, so a process's random generator
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
 
+from auto3d.runtime.background import start_thread
 from auto3d.runtime.tensor_group import Pending
 
 T = TypeVar("T")
@@ -38,14 +40,17 @@ class Lockstep(Generic[T]):
                 self._ended += 1
                 self._turn.notify_all()
 
-        threads = [threading.Thread(target=one, args=(shard,), daemon=True) for shard in range(self._shards)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
+        for thread in [start_thread("shard", partial(one, shard), end=self._end) for shard in range(self._shards)]:
             thread.join()
         if self._error is not None:
             raise self._error
         return [results[shard] for shard in range(self._shards)]
+
+    def _end(self) -> None:
+        """Let all shards fail at their next collective."""
+        with self._turn:
+            self._error = self._error or RuntimeError("the process ends")
+            self._turn.notify_all()
 
     def give(self, number: int, shard: int, tensor: torch.Tensor, what: str) -> "_Call":
         """Hand over what ``shard`` puts into collective number ``number``."""

@@ -5,6 +5,8 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,8 +28,8 @@ from auto3d.trainer.together import ENDED, TOGETHER
 
 AUTO = "auto"
 OTHERS_S = 1.0  # time in which a launcher ends the other ranks after one has failed
-INPUT_ERROR = 2  # exit code after an error of the user, as of the command line
-LOST = 1  # exit code after another rank was lost, as after an exception
+FAILED = 1  # exit code after an exception, as Python's
+EXIT_CODES = ((InputError, 2), (KeyboardInterrupt, 130))  # as of the command line
 CHOICES = tuple(
     name for name in Candidate.__dataclass_fields__ if name not in ("dp", "tp", "pp", "micro_batch_size", "engine")
 )
@@ -52,7 +54,7 @@ class Setup:
 
 
 _setup: Setup | None = None
-_rank = 0
+_rank, _ranks = 0, 1
 _failed = False  # an exception reached the top of the script
 
 
@@ -75,10 +77,10 @@ def init(
 
     An InputError that reaches the top of the script is printed as one line, and the exit code is 2.
     """
-    global _setup, _rank
+    global _setup, _rank, _ranks
     sys.excepthook = _report
     world = joined_world() or _alone()
-    _rank = world.rank
+    _rank, _ranks = world.rank, world.size
     if _setup is not None:
         raise InputError("auto3d.init: called twice; a process trains under one plan")
     given = {name: value for name, value in {"dp": dp, "tp": tp, "pp": pp}.items() if value is not None}
@@ -152,25 +154,31 @@ def _check_synchronous(schedule: str) -> None:
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """sys.excepthook: an InputError is one line and exit code 2, the loss of another rank one line and exit code 1;
-    anything else keeps its traceback.
+    anything else keeps its traceback and its exit code.
 
     All ranks raise most of them. So ranks other than 0 wait first, in which their launcher ends them if rank 0 failed.
     """
     global _failed
     _failed = True
-    if not isinstance(error, InputError | PeerLostError):
-        sys.__excepthook__(kind, error, trace)
+    code = next((code for of_kind, code in EXIT_CODES if isinstance(error, of_kind)), FAILED)
+    if isinstance(error, InputError | PeerLostError):
+        if _rank:
+            sleep(OTHERS_S)
+        rank = f"rank {_rank}: " if _rank else ""
+        why = "" if isinstance(error, InputError) else "; the error of the rank that ended says why"
+        text = f"auto3d: {rank}{error}{why}\n"
+    else:
+        prefix = f"[rank{_rank}]: " if _ranks > 1 else ""
+        lines = "".join(traceback.format_exception(kind, error, trace)).splitlines(keepends=True)
+        text = "".join(prefix + line for line in lines)
+    # torch's own hook, set when the ranks join, catches sys.stderr and would lose the text by an exit in here.
+    print(text, end="", file=sys.__stderr__, flush=True)
+    if hasattr(sys, "ps1") or sys.flags.interactive:  # an interactive session goes on
         return
-    if _rank:
-        sleep(OTHERS_S)
-    rank = f"rank {_rank}: " if _rank else ""
-    # torch's own hook, set when the ranks join, catches sys.stderr and would lose the line by an exit in here.
-    why = "" if isinstance(error, InputError) else "; the error of the rank that ended says why"
-    print(f"auto3d: {rank}{error}{why}", file=sys.__stderr__, flush=True)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads of the script, as Python does first
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    code = INPUT_ERROR if isinstance(error, InputError) else LOST
-    os._exit(code)  # Python's shutdown would destroy the process groups, which may abort the process
+    os._exit(code)  # Python's shutdown would destroy the process groups, which may abort the process or never end
 
 
 def _leave() -> None:
