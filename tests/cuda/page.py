@@ -157,8 +157,8 @@ each ended by its time before it had reached all cases.
 
 {parity}
 
-Both are mended since: T5 is right in a later row, where it is recomputed too. The model of two losses multiplied a tensor
-of the GPU by one of the CPU, which plain PyTorch refuses as well; it was not run again.
+Both are mended since: T5 is right in a later row, where it is recomputed too. The model of two losses multiplied a
+tensor of the GPU by one of the CPU, which plain PyTorch refuses as well; it was not run again.
 
 ## Trainer
 
