@@ -19,7 +19,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as torch_module
 
 from auto3d.capture.errors import is_model_code
-from auto3d.capture.python_state import is_empty
+from auto3d.capture.python_state import held_by, is_empty
 
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 ALL = "__dict__"  # stands for every attribute of a module
@@ -224,13 +224,14 @@ class _Freezer:
             raise _UnclearError  # it holds more than Python code can see
         slots = {name for base in kind.__mro__ for name in getattr(base, "__slots__", ()) if hasattr(value, name)}
         attributes = {name: getattr(value, name) for name in sorted(slots)} | getattr(value, "__dict__", {})
+        held: Any = held_by(value)
         content: Any = None
-        if isinstance(value, Mapping):
-            content = tuple((self._of(key), self._of(each)) for key, each in value.items())
+        if isinstance(value, Mapping) and held is not None:
+            content = tuple((self._of(key), self._of(each)) for key, each in held)
         elif isinstance(value, set | frozenset):
-            content = frozenset(map(self._of, value))
+            content = frozenset(map(self._of, held))
         elif containers:
-            content = tuple(map(self._of, value))
+            content = tuple(map(self._of, held))
         factory = self._of(getattr(value, "default_factory", None))
         return (kind, content, factory, tuple((name, self._of(each)) for name, each in attributes.items()))
 

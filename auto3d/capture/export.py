@@ -57,7 +57,9 @@ class Mode:
     """How the module runs, and what its program gives."""
 
     training: bool = True  # False: evaluation mode, without dropout and with running statistics
-    outputs: tuple[str, ...] = ()  # keys of the module's result that the program gives too, such as "logits"
+    outputs: tuple[str, ...] = ()
+    """Entries of the module's result that the program gives too: keys, such as "logits", or places in a tuple, with
+    dots between them where one holds the other, as in "hidden_states.0"."""
     loss: bool = True  # False: only ``outputs``, without the operations that only the loss needs
 
 
@@ -462,10 +464,10 @@ def _find_output(model: nn.Module, exported: torch.export.ExportedProgram, name:
     if isinstance(node, fx.Node) and node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor):
         return node
     outputs = _result(exported)
-    found = f"it has {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else "it is no mapping"
+    found = f"it has {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else "it has none"
     raise CaptureError(
-        f"{type(model).__name__} gives no output {name}: its result must be a dict or an object with a tensor of this "
-        f"name, which an operation of the model makes; {found}"
+        f"{type(model).__name__} gives no output {name}: its result must be a dict, a tuple or an object with a tensor "
+        f"of this name, which an operation of the model makes; {found}"
     )
 
 
@@ -475,6 +477,14 @@ def _result(exported: torch.export.ExportedProgram) -> Any:
 
 
 def _named_output(exported: torch.export.ExportedProgram, name: str) -> Any:
-    """What the module's result holds under ``name``; None if it has no such entry."""
-    result = _result(exported)
-    return result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
+    """What the module's result holds under ``name``, with dots between the names or places of what holds what; None if
+    it has no such entry."""
+    held = _result(exported)
+    for part in name.split("."):
+        if isinstance(held, Mapping):
+            held = held.get(part)
+        elif isinstance(held, tuple | list):
+            held = held[int(part)] if part.isdecimal() and int(part) < len(held) else None
+        else:
+            held = getattr(held, part, None)
+    return held

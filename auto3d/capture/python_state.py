@@ -7,7 +7,7 @@ this state is compared before and after the traced forward.
 import random
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ from auto3d.capture.errors import frame_line, is_model_code
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _SCALARS = (bool, int, str, bytes, complex, type(None), type(...))
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, tuple, set, frozenset, deque)
 _LARGEST = 100_000  # most items of a container that are compared; of a longer one, only the length is compared
 _MOST = 1_000_000  # most values that are compared in total
 
@@ -201,14 +202,6 @@ class _Freezing:
                 return self(value.get_state(legacy=False))
             case random.Random():
                 return self(value.getstate())
-            case Mapping() | Set() | list() | tuple() | deque() if len(value) > _LARGEST:
-                return len(value)
-            case Mapping():
-                return (*((self(key), self(each)) for key, each in list(value.items())), self._of_object(value))
-            case Set():
-                return frozenset(self(each) for each in value)
-            case list() | tuple() | deque():
-                return (*(self(each) for each in list(value)), self._of_object(value))
             case partial():
                 return (self(value.func), self(value.args), self(value.keywords))
             case types.MethodType():
@@ -221,7 +214,16 @@ class _Freezing:
                 return getattr(value, "__name__", str(value))
             case Iterator() if type(value).__module__ in ("builtins", "itertools"):
                 return self(value.__reduce__())
-        return self._of_object(value)
+        held = held_by(value)
+        if held is None:
+            return self._of_object(value)
+        if len(held) > _LARGEST:
+            return len(held)
+        if isinstance(value, Mapping):
+            return (*((self(key), self(each)) for key, each in held), self._of_object(value))
+        if isinstance(value, Set):
+            return frozenset(map(self, held))
+        return (*map(self, held), self._of_object(value))
 
     def _of_function(self, function: types.FunctionType) -> Frozen:
         if not is_model_code(function.__code__.co_filename):
@@ -239,6 +241,23 @@ class _Freezing:
         slots = {name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()) if hasattr(value, name)}
         attributes = {name: getattr(value, name) for name in sorted(slots)} | getattr(value, "__dict__", {})
         return tuple((name, self(each)) for name, each in attributes.items() if name not in _OF_EVERY_MODULE)
+
+
+def held_by(value: Any) -> list[Any] | None:
+    """The items of a container, or the (key, value) pairs of a mapping; None for any other object.
+
+    Python's own types read them. A class of a package may do anything when its objects are read: transformers' lists
+    of models import them all, and fail where one needs another package.
+    """
+    kind = type(value)
+    builtin: Any = next((each for each in kind.__mro__ if each in _CONTAINERS), None)
+    if builtin in (OrderedDict, dict):
+        return list(builtin.items(value))
+    if builtin is not None:
+        return list(builtin.__iter__(value))
+    if kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
+        return None
+    return list(value.items()) if isinstance(value, Mapping) else list(value) if isinstance(value, Set) else None
 
 
 def is_empty(cell: types.CellType) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
@@ -15,7 +16,14 @@ from auto3d.runtime.settings import SUMMED_ITEMS
 from auto3d.schedule import samples_at_once
 from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.pipeline import Pipeline
-from auto3d.trainer.predictions import check_uniform, in_batches, mean_loss, output_names
+from auto3d.trainer.predictions import (
+    Predictions,
+    check_uniform,
+    in_batches,
+    mean_loss,
+    one_or_tuple,
+    predictions_of,
+)
 from auto3d.trainer.rank_zero import of_rank_0
 from auto3d.trainer.samples import CollatedData
 
@@ -37,7 +45,7 @@ class Evaluation:
     """What an evaluation computes, checked without running it."""
 
     samples: int
-    outputs: tuple[str, ...]  # entries of the model's result that are predictions
+    predictions: Predictions  # the names of the outputs that are predictions
     has_labels: bool
     at_once: int  # samples that run at once
 
@@ -79,9 +87,11 @@ def check_evaluation(
                 f"{', '.join(terms.other)} of the loss may depend on which samples are in a batch, and {at_once} run "
                 f"at once, so it must be {at_once}"
             )
-    names = () if loss_only else output_names(pipeline.build, pipeline.inputs, ignored, device=args.device.type)
-    prepare_evaluation(pipeline.training, outputs=names, loss=has_labels)
-    return Evaluation(samples=samples, outputs=names, has_labels=has_labels, at_once=at_once)
+    names: Predictions = ()
+    if not loss_only:
+        names = predictions_of(pipeline.build, pipeline.inputs, ignored, device=args.device.type)
+    prepare_evaluation(pipeline.training, outputs=tree_leaves(names), loss=has_labels)
+    return Evaluation(samples=samples, predictions=names, has_labels=has_labels, at_once=at_once)
 
 
 def evaluated(
@@ -100,26 +110,24 @@ def evaluated(
     samples, at_once, has_labels = evaluation.samples, evaluation.at_once, evaluation.has_labels
     whole = samples + -samples % at_once if has_labels else samples
     kept = data.label_names if has_labels else ()
-    result = evaluate(pipeline.training, data, samples=whole, outputs=evaluation.outputs, inputs=kept, loss=has_labels)
+    names = tree_leaves(evaluation.predictions)
+    result = evaluate(pipeline.training, data, samples=whole, outputs=names, inputs=kept, loss=has_labels)
     batch = args.per_device_eval_batch_size
     # A collator may draw: metrics must get the labels of the draw that the stages have read.
     if unread := [name for name in kept if name not in result.inputs]:
         raise InputError(f"Trainer: the model does not use {' and '.join(unread)}, so no stage reads it; leave it out")
-    labels = tuple(result.inputs[name][:samples].numpy() for name in kept)
-    predictions = [result.outputs[name][:samples] for name in evaluation.outputs]
+    labels = tuple(result.inputs[name][:samples] for name in kept)
+    predictions = tree_map(lambda name: result.outputs[name][:samples], evaluation.predictions)
     if preprocess is not None and predictions:
-        if len(predictions) > 1:
-            raise InputError(
-                f"Trainer: preprocess_logits_for_metrics takes one output; the model has {evaluation.outputs}"
-            )
-        predictions = [in_batches(preprocess, predictions[0], labels or None, batch)]
+        predictions = in_batches(preprocess, predictions, labels, batch)
+    of_labels = tuple(each.numpy() for each in labels)
     is_summed = pipeline.settings.loss_mean == SUMMED_ITEMS
     return Evaluated(
-        predictions=_one_or_tuple([each.numpy() for each in predictions]),
-        label_ids=_one_or_tuple(labels),
+        predictions=one_or_tuple(tree_map(torch.Tensor.numpy, predictions)),
+        label_ids=one_or_tuple(of_labels),
         losses=result.losses if has_labels else None,
         targets=[1.0] * len(result.losses) if is_summed else result.targets,
-        labels=labels,
+        labels=of_labels,
         at_once=at_once,
     )
 
@@ -176,8 +184,3 @@ def metrics_of(
 def shifts_labels(loss_type: str | None) -> bool:
     """Whether a model with this ``loss_type`` predicts the next token of each, and nothing of the first."""
     return LOSS_MAPPING.get(loss_type or "ForCausalLM") is ForCausalLMLoss
-
-
-def _one_or_tuple(arrays: Sequence[np.ndarray]) -> Any:
-    """As transformers returns predictions and labels."""
-    return (arrays[0] if len(arrays) == 1 else tuple(arrays)) if arrays else None

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from auto3d.capture.empty import empty_model
 from auto3d.capture.errors import explain
@@ -15,11 +16,15 @@ from auto3d.errors import InputError
 from auto3d.trainer.instance import run_without_values
 from auto3d.trainer.samples import items_of
 
+Predictions = tuple[Any, ...]
+"""The predictions of a model: the entries of its result, each a tensor or a tuple of such entries. Names of outputs may
+stand for the tensors."""
 
-def output_names(
+
+def predictions_of(
     build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], ignored: Sequence[str], *, device: str
-) -> tuple[str, ...]:
-    """The entries of the model's result that are predictions: all tensors but the loss and those ``ignored``."""
+) -> Predictions:
+    """The names of the outputs that are predictions: all of the model's result but the loss and those ``ignored``."""
     model = empty_model(build, device)
     model.module.eval()
     try:
@@ -29,16 +34,26 @@ def output_names(
             f"Trainer: the outputs of {type(model.module).__name__} cannot be found out, since its forward needs "
             f"values ({explain(error)}); evaluate without compute_metrics"
         ) from None
-    if not isinstance(result, Mapping):
+    if isinstance(result, Mapping):
+        entries = {name: value for name, value in result.items() if value is not None}
+    elif isinstance(result, tuple | list) and torch.is_tensor(result[0]) and not result[0].dim():
+        entries = {str(place): value for place, value in enumerate(result) if place}  # the first is the loss
+    else:
         raise InputError(
-            f"Trainer: {type(model.module).__name__} returns a {type(result).__name__}, whose entries have no names; "
-            "return a dict or a ModelOutput, or evaluate without compute_metrics"
+            f"Trainer: {type(model.module).__name__} returns a {type(result).__name__}; return a dict, a ModelOutput or"
+            " a tuple whose first entry is the loss, or evaluate without compute_metrics"
         )
-    names = [name for name, value in result.items() if value is not None and name not in ("loss", *ignored)]
-    for name in names:
-        if not isinstance(result[name], torch.Tensor):
-            raise InputError(f"Trainer: output {name} is a {type(result[name]).__name__}; a prediction is one tensor")
-    return tuple(names)
+    return tuple(_named(name, value) for name, value in entries.items() if name not in ("loss", *ignored))
+
+
+def _named(name: str, value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(_named(f"{name}.{place}", each) for place, each in enumerate(value))
+    if not isinstance(value, torch.Tensor):
+        raise InputError(
+            f"Trainer: output {name} is a {type(value).__name__}; a prediction is a tensor, or a tuple of tensors"
+        )
+    return name
 
 
 def mean_loss(
@@ -93,11 +108,17 @@ def _targets(labels: np.ndarray, *, shifted: bool) -> np.ndarray:
     return (counted.reshape(len(labels), -1) != IGNORED).sum(axis=1)
 
 
-def in_batches(process: Callable[..., Any], outputs: torch.Tensor, labels: Any, batch: int) -> torch.Tensor:
+def in_batches(process: Callable[..., Any], outputs: Predictions, labels: Any, batch: int) -> Predictions:
     """``preprocess_logits_for_metrics`` applied to each batch, as transformers does."""
-    whole = [None if labels is None else torch.from_numpy(each) for each in (labels or (None,))]
+    samples = len(tree_leaves(outputs)[0])
     processed = []
-    for first in range(0, len(outputs), batch):
-        given = [None if each is None else each[first : first + batch] for each in whole]
-        processed.append(process(outputs[first : first + batch], given[0] if len(given) == 1 else tuple(given)))
-    return torch.cat(processed)
+    for first in range(0, samples, batch):
+        given = tree_map(lambda each, first=first: each[first : first + batch], (outputs, labels))
+        processed.append(process(*map(one_or_tuple, given)))
+    whole = tree_map(lambda *parts: torch.cat(parts), *processed)
+    return whole if isinstance(whole, tuple) else (whole,)
+
+
+def one_or_tuple(entries: Sequence[Any]) -> Any:
+    """As transformers has predictions and labels: a single one by itself; None if there are none."""
+    return (entries[0] if len(entries) == 1 else tuple(entries)) if entries else None

@@ -5,6 +5,7 @@ import logging
 import random
 import time
 import uuid
+from collections import OrderedDict
 from random import random as draw
 from time import perf_counter
 
@@ -170,6 +171,29 @@ class Seeds(Layer):
     def scale(self, x):
         torch.manual_seed(1)  # refused
         return 1
+
+
+class Fails(OrderedDict):
+    """A mapping whose items cannot be read, as transformers' lists of all models where a package is missing."""
+
+    def items(self):
+        raise ValueError("could not find a package")
+
+    __iter__ = __len__ = keys = values = items
+
+
+FAILS = Fails()
+
+
+class BesideWhatFails(Layer):
+    """Its module has a global that cannot be read."""
+
+    def scale(self, x):
+        return 1 if type(FAILS) is Fails else 2
+
+
+def test_containers_are_read_without_their_own_code():
+    assert len(capture(BesideWhatFails, ROWS, 3).graph.nodes)
 
 
 PLACE = "test_python_state.py, line"

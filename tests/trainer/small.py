@@ -69,6 +69,7 @@ def trainer(
     eval_dataset=None,
     callbacks=(),
     metrics=None,
+    preprocess=None,
     processing_class=None,
     compute_loss_func=None,
     optimizers=(None, None),
@@ -87,6 +88,7 @@ def trainer(
         data_collator=collator,
         compute_loss_func=compute_loss_func,
         compute_metrics=metrics,
+        preprocess_logits_for_metrics=preprocess,
         processing_class=processing_class,
         callbacks=list(callbacks),
         optimizers=optimizers,
@@ -101,6 +103,44 @@ def masked(**arguments):
     collator = DataCollatorForLanguageModeling(tokenizer(), mlm=True, mlm_probability=0.3)
     data = [{"input_ids": row} for row in rows(ragged=True)]
     return trainer(model, data, collator=collator, **arguments)
+
+
+class InTuples(torch.nn.Module):
+    """Returns a tuple: its loss, if it has labels, and its predictions."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.body, self.head = (
+            torch.nn.Embedding(64, 16),
+            torch.nn.Linear(16, 16),
+            torch.nn.Linear(16, 64),
+        )
+
+    def forward(self, input_ids, labels=None):
+        predicted = self.head(torch.relu(self.body(self.embedding(input_ids))))
+        if labels is None:
+            return (predicted,)
+        return torch.nn.functional.cross_entropy(predicted.flatten(0, 1), labels.flatten()), predicted
+
+
+def first_of(predicted, labels):
+    """preprocess_logits_for_metrics as transformers' examples write it."""
+    return (predicted[0] if isinstance(predicted, tuple) else predicted).argmax(dim=-1)
+
+
+PREDICTING = {  # models with predictions of each form
+    "a tuple": InTuples,
+    "hidden states": lambda: GPT2LMHeadModel(
+        GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, output_hidden_states=True)
+    ),
+    "an encoder's result": lambda: t5(),
+}
+
+
+def predicting(name, preprocess, **options):
+    """A trainer of one of the PREDICTING models, which is to be evaluated."""
+    set_seed(0)
+    return trainer(PREDICTING[name](), metrics=lambda found: {}, preprocess=preprocess, **options)
 
 
 AT_THE_END = {"eval_strategy": "steps", "eval_steps": 3}

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch.utils._pytree import tree_flatten
 from transformers import AutoModelForCausalLM
 
 from auto3d import Trainer, TrainingArguments
@@ -245,6 +246,33 @@ def test_metrics_get_the_labels_of_the_masks_that_the_model_has_seen(processes, 
         for metrics in found:  # each sample has as many targets, so the means of batches are the mean of all
             assert metrics["eval_of_predictions"] == pytest.approx(metrics["eval_loss"], rel=1e-5)
         assert error.startswith("iteration 1: ranks 0 and 1 have read different data for sample 0 of the global batch")
+
+
+def predictions(world, folder, port, *classes):
+    """What predict() returns of each of small.PREDICTING, with and without labels, and preprocessed, as flat lists."""
+    begin(world, folder, port, ours=not classes)
+    options = {"classes": classes} if classes else {}
+    data = small.with_labels(small.rows(10))
+    unlabelled = [{"input_ids": each["input_ids"]} for each in data]
+    found = {}
+    for name in small.PREDICTING:
+        for preprocess in (small.first_of, None):
+            trainer = small.predicting(name, preprocess, **options)
+            found[name, preprocess is not None] = tree_flatten(trainer.predict(data).predictions)
+        if name == "a tuple":  # the others' forwards need labels, or ids of a decoder
+            found["unlabelled"] = tree_flatten(trainer.predict(unlabelled).predictions)
+    return found
+
+
+def test_predictions_are_those_of_transformers(processes, tmp_path):
+    classes = (transformers.Trainer, transformers.TrainingArguments)
+    (one,) = processes.run(1, predictions, tmp_path, None, *classes)
+    for found in processes.run(2, predictions, tmp_path, free_port()):
+        assert found.keys() == one.keys()
+        for name, (expected, form) in one.items():
+            assert found[name][1] == form, name
+            for here, there in zip(found[name][0], expected, strict=True):
+                assert here == pytest.approx(there, rel=1e-4, abs=1e-5), name
 
 
 def changed(world, folder, port, make=None):

@@ -1,0 +1,102 @@
+"""Scripts of many tasks, written for transformers: the numbers of one process, or a line that says why they do not run.
+
+A script is changed in one line, which puts auto3d's classes in the place of transformers' after the imports.
+"""
+
+import runpy
+import sys
+from functools import partial
+from math import prod
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import transformers
+
+import auto3d
+from auto3d.errors import InputError
+from tests.soak import soak
+from tests.trainer.scripts import begin, free_port
+
+CHANGED = "\nTrainer, TrainingArguments = CLASSES"
+FOLDER = Path(__file__).parent / "real"
+TIMES = ("runtime", "per_second", "total_flos")  # keys of figures that differ from run to run
+PADDED = {"summarization": 24, "named_entities": 128}  # sequence_length of scripts whose samples differ in length
+AS_ONE_PROCESS = ("audio", "distillation", "instructions", "named_entities", "summarization")
+DRAWING = ("images", "masked_lm")  # reading draws random numbers, other ones than in a process of transformers
+REFUSED = {
+    "streaming": "train_dataset has no length",
+    "regression": "a batch lacks 3 samples",
+    "multi_label": "a batch lacks 2 samples",
+}
+
+
+def run(world, name, folder, port, **degrees):
+    """The log of a script, and its last evaluation; by transformers if ``degrees`` is empty. Or why it is refused."""
+    begin(world, folder, port, ours=bool(degrees), **degrees)
+
+    def arguments(*, gradient_accumulation_steps, **given):
+        steps = gradient_accumulation_steps // degrees.get("dp", 1)
+        return auto3d.TrainingArguments(
+            gradient_accumulation_steps=steps, sequence_length=PADDED.get(name), ddp_timeout=60, **given
+        )
+
+    classes = (auto3d.Trainer, arguments) if degrees else (transformers.Trainer, transformers.TrainingArguments)
+    script = folder / f"rank-{world.rank}.py"
+    script.write_text((FOLDER / f"{name}.py").read_text().replace("\nset_seed(", CHANGED + "\nset_seed(", 1))
+    with patch("sys.stdout", sys.stderr):
+        try:
+            variables = runpy.run_path(str(script), {"CLASSES": classes})
+        except InputError as error:
+            return str(error)
+    return [*variables["trainer"].state.log_history, variables["metrics"]]
+
+
+def logs(processes, name, folder, **degrees):
+    """What each rank returns of a run."""
+    folder.mkdir()
+    port = free_port() if degrees else None
+    return processes.run(prod(degrees.values()), partial(run, **degrees), name, folder, port)
+
+
+def assert_equal(found, expected, tolerance=2e-4):
+    assert len(found) == len(expected)
+    for here, there in zip(found, expected, strict=True):
+        assert here.keys() == there.keys()
+        for key, value in there.items():
+            if not key.endswith(TIMES):
+                assert here[key] == pytest.approx(value, rel=tolerance, abs=1e-6), (key, here)
+
+
+PP2, DP2_PP2 = {"pp": 2}, {"dp": 2, "pp": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [
+        ("named_entities", PP2),
+        *soak(*((name, degrees) for name in AS_ONE_PROCESS for degrees in (PP2, DP2_PP2, {"tp": 2}))),
+    ],
+    ids=str,
+)
+def test_a_script_gives_what_it_gives_in_one_process(name, degrees, processes, tmp_path):
+    (one,) = logs(processes, name, tmp_path / "one")
+    assert any("eval_loss" in entry for entry in one)
+    for found in logs(processes, name, tmp_path / "several", **degrees):
+        assert_equal(found, one)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", DRAWING)
+def test_what_reading_draws_is_the_same_under_every_plan(name, processes, tmp_path):
+    expected, _ = logs(processes, name, tmp_path / "two", **PP2)
+    for found in logs(processes, name, tmp_path / "four", **DP2_PP2):
+        assert_equal(found, expected)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_script_that_cannot_run_is_refused_in_one_line(name, processes, tmp_path):
+    for line in logs(processes, name, tmp_path / "two", **PP2):
+        assert REFUSED[name] in line
+        assert "\n" not in line
