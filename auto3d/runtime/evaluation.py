@@ -63,13 +63,14 @@ def evaluate(
     outputs: Sequence[str] = (),
     inputs: Sequence[str] = (),
     loss: bool = True,
+    at_once: int | None = None,
 ) -> EvaluationResult:
     """Run the first ``samples`` of ``data`` through the model of ``training`` as it is now, in evaluation mode.
 
     ``outputs`` names entries of the model's result, and ``inputs`` inputs of its stages, both to return. Without
     ``loss`` there is none, and ``data`` needs no inputs that only the loss uses. All ranks must call this with the same
     arguments, where the training is ``flushed``. The data are asked for whole global batches, of which those samples
-    count that are among the first ``samples``.
+    count that are among the first ``samples``. A forward runs ``at_once`` samples; None: as many as in the training.
 
     Raises InputError for what cannot be evaluated: emulated devices, an output that the model lacks or that does not
     have one entry per sample, and a model whose evaluation needs state that its training does not have.
@@ -78,34 +79,46 @@ def evaluate(
     if samples < 1:
         raise InputError(f"evaluation: found {samples} samples; it takes 1 or more")
     with _random_states_kept(training.rank.device):
-        return _evaluation(training.rank, outputs, loss=loss).run(data, samples, inputs)
+        return _evaluation(training.rank, outputs, loss=loss, at_once=at_once).run(data, samples, inputs)
 
 
-def prepare_evaluation(training: Training, *, outputs: Sequence[str] = (), loss: bool = True) -> None:
+def prepare_evaluation(
+    training: Training, *, outputs: Sequence[str] = (), loss: bool = True, at_once: int | None = None
+) -> None:
     """Make what ``evaluate`` with these arguments needs of the model, and raise its errors, without data."""
     with _random_states_kept(training.rank.device):
-        _evaluation(training.rank, outputs, loss=loss)
+        _evaluation(training.rank, outputs, loss=loss, at_once=at_once)
 
 
-def _evaluation(rank: Rank, outputs: Sequence[str], *, loss: bool) -> "_Evaluation":
+def _evaluation(rank: Rank, outputs: Sequence[str], *, loss: bool, at_once: int | None) -> "_Evaluation":
     if not (loss or outputs):
         raise InputError("evaluation: found neither a loss nor outputs to compute; it takes at least one")
-    key = tuple(outputs), loss
+    key = tuple(outputs), loss, at_once
     if key not in rank.evaluations:
-        rank.evaluations[key] = _Evaluation(rank, outputs, loss=loss)
+        rank.evaluations[key] = _Evaluation(rank, outputs, loss=loss, at_once=at_once)
     found: _Evaluation = rank.evaluations[key]
     return found
 
 
-def evaluation_of(captured: CapturedModel, plan: Plan, outputs: Sequence[str] = (), *, loss: bool = True) -> Plan:
-    """``plan`` as an evaluation runs it, with the stages of the model in evaluation mode.
+def evaluation_of(
+    captured: CapturedModel,
+    plan: Plan,
+    outputs: Sequence[str] = (),
+    *,
+    loss: bool = True,
+    at_once: int | None = None,
+) -> Plan:
+    """``plan`` as an evaluation runs it, with the stages of the model in evaluation mode, of ``at_once`` samples.
 
     Ranks that are forked after this inherit the capture.
     """
-    model = captured.in_evaluation(outputs, loss=loss)
+    before = captured.graph.micro_batch_size
+    model = captured.at(at_once or before).in_evaluation(outputs, loss=loss)
     state = {*model.graph.parameters, *model.graph.buffers}
     return replace(
         without_slices(plan),
+        micro_batch_size=plan.micro_batch_size * model.graph.micro_batch_size // before,
+        global_batch=plan.global_batch * model.graph.micro_batch_size // before,
         graph=model.graph.fingerprint,
         stages=stages_in_evaluation(plan.stages, captured.graph, model.graph),
         split={name: split for name, split in plan.split.items() if name in state},
@@ -116,13 +129,14 @@ def evaluation_of(captured: CapturedModel, plan: Plan, outputs: Sequence[str] = 
 class _Evaluation:
     """What one rank needs to evaluate, made once: the stages in evaluation mode, their program and its messages."""
 
-    def __init__(self, rank: Rank, outputs: Sequence[str], *, loss: bool) -> None:
+    def __init__(self, rank: Rank, outputs: Sequence[str], *, loss: bool, at_once: int | None) -> None:
         common, settings = rank.common, replace(rank.common.settings, iterations=1)
         if settings.emulation is not None:
             raise InputError("evaluation: found emulated devices, which compute nothing; it takes real ones")
         self._rank = rank
-        plan = evaluation_of(common.captured, common.plan, outputs, loss=loss)
-        model = common.captured.in_evaluation(outputs, loss=loss)
+        captured = common.captured
+        plan = evaluation_of(captured, common.plan, outputs, loss=loss, at_once=at_once)
+        model = captured.at(at_once or captured.graph.micro_batch_size).in_evaluation(outputs, loss=loss)
         schedule = forward_only(schedules_of(plan, 1)[0])
         check(schedule)
         layout = lay_out_rank(lay_out_plan(model, plan, settings, schedule), dist.get_rank())

@@ -1,7 +1,8 @@
 """An evaluation or prediction in the pipeline, as the numbers that transformers reports."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
 from auto3d.errors import InputError
-from auto3d.runtime.evaluation import evaluate, prepare_evaluation
+from auto3d.runtime.evaluation import EvaluationResult, evaluate, prepare_evaluation
 from auto3d.runtime.settings import SUMMED_ITEMS
+from auto3d.runtime.training import Training
 from auto3d.schedule import samples_at_once
 from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.pipeline import Pipeline
@@ -25,7 +27,7 @@ from auto3d.trainer.predictions import (
     predictions_of,
 )
 from auto3d.trainer.rank_zero import of_rank_0
-from auto3d.trainer.samples import CollatedData
+from auto3d.trainer.samples import CollatedData, InOrder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,7 @@ class Evaluation:
     predictions: Predictions  # the names of the outputs that are predictions
     has_labels: bool
     at_once: int  # samples that run at once
+    last: int  # samples at the end that run by themselves, since nothing can fill a batch of them
 
 
 def check_evaluation(
@@ -77,10 +80,13 @@ def check_evaluation(
                 f"Trainer: {name} of a sample has shape {list(spec.shape)}; the model was captured for "
                 f"{list(pipeline.inputs[name].shape)}: pad all samples to TrainingArguments.sequence_length"
             )
-    at_once = samples_at_once(pipeline.training.rank.common.plan)
+    at_once, last = samples_at_once(pipeline.training.rank.common.plan), 0
     if has_labels:
         terms = pipeline.training.rank.common.terms
-        data.check_fill(-samples % at_once, terms)
+        if samples % at_once and not data.can_fill(terms):
+            last = samples % at_once
+            if any(last % stage.replicas for stage in pipeline.training.rank.common.plan.stages):
+                data.check_fill(-samples % at_once, terms)
         if terms.other and args.per_device_eval_batch_size != at_once:
             raise InputError(
                 f"TrainingArguments.per_device_eval_batch_size: found {args.per_device_eval_batch_size}; "
@@ -90,8 +96,9 @@ def check_evaluation(
     names: Predictions = ()
     if not loss_only:
         names = predictions_of(pipeline.build, pipeline.inputs, ignored, device=args.device.type)
-    prepare_evaluation(pipeline.training, outputs=tree_leaves(names), loss=has_labels)
-    return Evaluation(samples=samples, predictions=names, has_labels=has_labels, at_once=at_once)
+    for size in (None, last) if last else (None,):
+        prepare_evaluation(pipeline.training, outputs=tree_leaves(names), loss=has_labels, at_once=size)
+    return Evaluation(samples=samples, predictions=names, has_labels=has_labels, at_once=at_once, last=last)
 
 
 def evaluated(
@@ -107,11 +114,9 @@ def evaluated(
     The predictions are the model's outputs after ``preprocess``.
     """
     assert pipeline.training is not None
-    samples, at_once, has_labels = evaluation.samples, evaluation.at_once, evaluation.has_labels
-    whole = samples + -samples % at_once if has_labels else samples
+    samples, has_labels = evaluation.samples, evaluation.has_labels
     kept = data.label_names if has_labels else ()
-    names = tree_leaves(evaluation.predictions)
-    result = evaluate(pipeline.training, data, samples=whole, outputs=names, inputs=kept, loss=has_labels)
+    result = _run(pipeline.training, data, evaluation, kept)
     batch = args.per_device_eval_batch_size
     # A collator may draw: metrics must get the labels of the draw that the stages have read.
     if unread := [name for name in kept if name not in result.inputs]:
@@ -128,7 +133,31 @@ def evaluated(
         losses=result.losses if has_labels else None,
         targets=[1.0] * len(result.losses) if is_summed else result.targets,
         labels=of_labels,
-        at_once=at_once,
+        at_once=evaluation.at_once,
+    )
+
+
+def _run(training: Training, data: CollatedData, evaluation: Evaluation, kept: Sequence[str]) -> EvaluationResult:
+    """What the pipeline gives, and the inputs called ``kept``; all ranks must call it."""
+    samples, at_once, last = evaluation.samples, evaluation.at_once, evaluation.last
+    run = partial(
+        evaluate, training, outputs=tree_leaves(evaluation.predictions), inputs=kept, loss=evaluation.has_labels
+    )
+    if not last:
+        return run(data, samples=samples + -samples % at_once if evaluation.has_labels else samples)
+    assert isinstance(data.order, InOrder)
+    global_batch = data.order.global_batch * last // at_once
+    end = replace(data, order=InOrder(samples, global_batch, first=samples - last))
+    of_end = run(end, samples=last, at_once=last)
+    if last == samples:
+        return of_end
+    before = run(data, samples=samples - last)
+    return EvaluationResult(
+        loss=None,
+        outputs={name: torch.cat([value, of_end.outputs[name]]) for name, value in before.outputs.items()},
+        losses=before.losses + of_end.losses,
+        targets=before.targets + of_end.targets,
+        inputs={name: torch.cat([value, of_end.inputs[name]]) for name, value in before.inputs.items()},
     )
 
 

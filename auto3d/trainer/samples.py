@@ -68,13 +68,15 @@ class TrainOrder:
 
 @dataclass(frozen=True)
 class InOrder:
-    """The dataset from its beginning to its end, as evaluations take it."""
+    """The dataset from its ``first`` sample to its end, as evaluations take it."""
 
     samples: int
     global_batch: int
+    first: int = 0
 
     def of(self, iteration: int) -> Sequence[int]:
-        return range(iteration * self.global_batch, min(self.samples, (iteration + 1) * self.global_batch))
+        begin = self.first + iteration * self.global_batch
+        return range(begin, min(self.samples, begin + self.global_batch))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +135,14 @@ class CollatedData:
                 f"{because}, and without labels that are whole numbers it cannot be filled with samples that do not "
                 "count; leave out the samples that remain"
             )
+
+    def can_fill(self, terms: LossTerms) -> bool:
+        """Whether samples that fill a batch would not count in a loss of these ``terms``."""
+        try:
+            self.check_fill(1, terms)
+        except InputError:
+            return False
+        return True
 
     def reads(self, names: Collection[str]) -> bool:
         return bool(names)

@@ -22,13 +22,17 @@ CHANGED = "\nTrainer, TrainingArguments = CLASSES"
 FOLDER = Path(__file__).parent / "real"
 TIMES = ("runtime", "per_second", "total_flos")  # keys of figures that differ from run to run
 PADDED = {"summarization": 24, "named_entities": 128}  # sequence_length of scripts whose samples differ in length
-AS_ONE_PROCESS = ("audio", "distillation", "instructions", "named_entities", "summarization")
+AS_ONE_PROCESS = (
+    "audio",
+    "distillation",
+    "instructions",
+    "multi_label",
+    "named_entities",
+    "regression",
+    "summarization",
+)
 DRAWING = ("images", "masked_lm")  # reading draws random numbers, other ones than in a process of transformers
-REFUSED = {
-    "streaming": "train_dataset has no length",
-    "regression": "a batch lacks 3 samples",
-    "multi_label": "a batch lacks 2 samples",
-}
+REFUSED = {"streaming": "train_dataset has no length"}
 
 
 def run(world, name, folder, port, **degrees):
@@ -75,6 +79,7 @@ PP2, DP2_PP2 = {"pp": 2}, {"dp": 2, "pp": 2}
     ("name", "degrees"),
     [
         ("named_entities", PP2),
+        ("regression", DP2_PP2),
         *soak(*((name, degrees) for name in AS_ONE_PROCESS for degrees in (PP2, DP2_PP2, {"tp": 2}))),
     ],
     ids=str,
