@@ -1,6 +1,6 @@
 """What a training asks of its data, and what a source of samples gives."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -48,6 +48,14 @@ class MicroBatches(Protocol):
         """The inputs called ``names`` of micro-batch ``index`` of the global batch."""
 
 
+@dataclass(frozen=True)
+class Incomplete:
+    """Global batches that lack samples, as the last of an epoch may."""
+
+    short: int  # samples of their last micro-batch; 0 if all that they have are whole
+    samples: Callable[[int], int]  # iteration -> samples of its global batch
+
+
 class TrainingData(Protocol):
     """What a training reads. A DataSettings is one; it is pickled or forked to every rank."""
 
@@ -57,6 +65,10 @@ class TrainingData(Protocol):
 
         A training whose loss cannot be weighted by these numbers must refuse such data.
         """
+
+    @property
+    def incomplete(self) -> Incomplete | None:
+        """The global batches that lack samples and run as they are; None: all are complete, or filled."""
 
     def reads(self, names: Collection[str]) -> bool:
         """Whether a reading of the inputs called ``names`` has fingerprints."""

@@ -78,6 +78,8 @@ class DataSettings:
         """Whether a sample, or a whole batch, may be filled with targets that do not count."""
         return self.packing == "padded" or self.last_batch == "pad"
 
+    incomplete = None  # a last batch in part is left out or filled
+
     @property
     def may_ignore_targets(self) -> bool:
         """Whether an input may hold IGNORED: labels that are padded, columns of targets, and prefixes of -100."""

@@ -27,12 +27,14 @@ class BatchTargets:
         """Whether the loss is divided by the number of targets that the data says, instead of those of a term."""
         return self.loss_mean == SUMMED_ITEMS or (self.loss_mean == "items" and bool(self.terms.counted))
 
-    def fraction(self, counts: Sequence[float], iteration: int, *, is_updated: bool) -> float:
+    def fraction(self, counts: Sequence[float], iteration: int, *, is_updated: bool, present: float = 1.0) -> float:
         """The fraction of the places for targets that the global batch of ``iteration``, from 1, fills.
 
         ``counts`` has the number of targets of each term, and then that of items if they count. ``is_updated`` says
-        whether the update did not wait for it. Raises InputError if the terms of the loss would need different ones, so
-        that no division of their sum is right, or if the update is wrong because it did not wait.
+        whether the update did not wait for it. The global batch has the fraction ``present`` of its micro-batches.
+
+        Raises InputError if the terms of the loss would need different ones, so that no division of their sum is right,
+        or if the update is wrong because it did not wait.
         """
         if self.loss_mean == "sum":
             return 1.0
@@ -43,11 +45,11 @@ class BatchTargets:
         each = {
             term.name: count / (term.places * self.micro_batches) for term, count in zip(counted, counts, strict=True)
         }
-        each |= dict.fromkeys((*self.terms.constant, *self.terms.other), 1.0)
+        each |= dict.fromkeys((*self.terms.constant, *self.terms.other), present)
         if self.loss_mean == SUMMED_ITEMS:
             each["labels"] = items / self.label_places  # such a loss has no terms
         if not each:
-            return 1.0
+            return present
         fraction = next(iter(each.values()))
         described = ", ".join(f"{name} {value:.2%}" for name, value in each.items())
         if any(not isclose(value, fraction, rel_tol=1e-12) for value in each.values()):

@@ -89,15 +89,24 @@ class Exchange:
         self._device = device
         self._run_ahead = run_ahead
         self._timeout_s = timeout_s
-        self._transfers: dict[tuple[int, int], list[Transfer]] = {}
-        for transfer in transfers:
-            self._transfers.setdefault((transfer.source, transfer.target), []).append(transfer)
-        self._routes: dict[tuple[Kind, int, int, int], dict[int, list[_Load]]] = {}
+        self._transfers = _by_stages(transfers)
+        self._short: int | None = None
+        self._of_short: Mapping[tuple[int, int], Sequence[Transfer]] = {}
+        self._routes: dict[tuple[Kind, int, int, int, bool], dict[int, list[_Load]]] = {}
         self._names: dict[tuple[Message, int], str] = {}
         self._local: dict[Message, list[torch.Tensor]] = {}
         self._sent: dict[Message, list[_Transmission]] = {}
         self._posted: dict[Message, list[_Transmission]] = {}
         self._connect(program)
+
+    def set_short(self, micro_batch: int | None, transfers: Sequence[Transfer]) -> None:
+        """From now on the messages of ``micro_batch`` have the shapes of ``transfers``: values of fewer samples.
+
+        None: those of no micro-batch.
+        """
+        self._short = micro_batch
+        if micro_batch is not None:
+            self._of_short = _by_stages(transfers)
 
     def values(self, message: Message) -> list[str]:
         """Names of the values whose activations or gradients ``message`` carries, in order."""
@@ -212,12 +221,13 @@ class Exchange:
         return self._device_of[message.source, message.pipe] == self._device_of[message.target, message.pipe]
 
     def _route(self, message: Message) -> dict[int, list[_Load]]:
-        """Peer -> the slices of ``message`` that this rank sends to it or receives from it, for any micro-batch.
+        """Peer -> the slices of ``message`` that this rank sends to it or receives from it, for any micro-batch of its
+        size.
 
         Peers are in the order of their ranks. So where several ranks send one message to several others, all of them
         follow one common order: by sender, and for each sender by receiver.
         """
-        key = (message.kind, message.source, message.target, message.pipe)
+        key = (message.kind, message.source, message.target, message.pipe, message.micro_batch == self._short)
         if key not in self._routes:
             route: dict[int, list[_Load]] = {}
             for peer, load in self._loads(message):
@@ -249,15 +259,21 @@ class Exchange:
                 dtype = getattr(torch, transfer.value.dtype)
                 yield peers[there], _Load(index, tuple(shape), dtype, dimension, start)
 
-    def _carried(self, message: Message) -> list[Transfer]:
+    def _carried(self, message: Message) -> Sequence[Transfer]:
+        transfers = self._of_short if message.micro_batch == self._short else self._transfers
         if message.kind is Kind.FORWARD:
-            return self._transfers[message.source, message.target]
-        return [
-            transfer for transfer in self._transfers[message.target, message.source] if transfer.value.differentiable
-        ]
+            return transfers[message.source, message.target]
+        return [transfer for transfer in transfers[message.target, message.source] if transfer.value.differentiable]
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup:
         return self._upward if source < target else self._downward
+
+
+def _by_stages(transfers: Sequence[Transfer]) -> dict[tuple[int, int], list[Transfer]]:
+    found: dict[tuple[int, int], list[Transfer]] = {}
+    for transfer in transfers:
+        found.setdefault((transfer.source, transfer.target), []).append(transfer)
+    return found
 
 
 def _joined(arrived: Sequence[tuple[_Load, torch.Tensor]]) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from auto3d.runtime.batch_targets import BatchTargets
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
+from auto3d.runtime.incomplete_batch import IncompleteBatch, IncompleteBatches
 from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.loss_scale import LossScale
 from auto3d.runtime.observer import StepObserver
@@ -21,7 +22,7 @@ from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.stage import RunnableStage
 from auto3d.runtime.totals import Total, Totals
 from auto3d.schedule.operation import Kind
-from auto3d.schedule.program import Communication, GradientSum, LossSum, Message, PipeStage, Program, Step
+from auto3d.schedule.program import Communication, GradientSum, LossSum, Message, PipeStage, Program, Step, without
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,12 @@ class Executor:
         targets: BatchTargets | None = None,
         loss_scale: LossScale | None = None,
         learning_rate: Callable[[int], float],
+        incomplete: IncompleteBatches | None = None,
     ) -> None:
         self._stages = stages
+        self._incomplete_batches = incomplete  # None: all global batches are complete
+        self._incomplete: IncompleteBatch | None = None  # the global batch that runs, if it is incomplete
+        self._of_short: Mapping[PipeStage, RunnableStage] = {} if incomplete is None else incomplete.stages
         self._optimizers = optimizers
         self._inputs = inputs
         self._exchange, self._sync, self._totals = peers.exchange, peers.sync, peers.totals
@@ -97,7 +102,7 @@ class Executor:
 
         Results of an asynchronous program come late, because their losses travel while the next iterations run.
         """
-        self._start(program, first_iteration)
+        program = self._start(program, first_iteration)
         for step in program.steps:
             self._run_ahead.begin(
                 f"in iteration {self._iteration_of(step)} at {step.operation} of stage {step.operation.stage}"
@@ -136,7 +141,14 @@ class Executor:
         later = numbers[0] // self._inputs.micro_batches if numbers else self._ended
         return self._randomness.iteration + later + 1
 
-    def _start(self, program: Program, first_iteration: int) -> None:
+    def _start(self, program: Program, first_iteration: int) -> Program:
+        """Begin ``program``, or what of it an incomplete global batch needs; returns that."""
+        batches = self._incomplete_batches
+        self._incomplete = incomplete = None if batches is None else batches.of(first_iteration)
+        if batches is not None:
+            self._exchange.set_short(None if incomplete is None else incomplete.short, batches.transfers)
+        if incomplete is not None:
+            program = without(program, incomplete.absent)
         self._program = program
         self._randomness.iteration = first_iteration
         self._updates.clear()
@@ -145,9 +157,10 @@ class Executor:
         for pipe_stage, stage in self._stages.items():
             stage.weights.start(program.versions[pipe_stage])
         inputs_of = {pipe_stage: stage.stage.inputs for pipe_stage, stage in self._stages.items()}
-        self._inputs.start(program, inputs_of, first_iteration)
+        self._inputs.start(program, inputs_of, first_iteration, is_complete=incomplete is None)
         self._sync.zero({stage for stage, _ in self._stages})
         self._exchange.start()
+        return program
 
     def _begin(self, communication: Communication) -> None:
         match communication:
@@ -158,34 +171,42 @@ class Executor:
             case LossSum():
                 self._totals.begin_sum()
 
+    def _stage(self, step: Step, micro_batch: int) -> RunnableStage:
+        """The stage that runs ``micro_batch`` in ``step``."""
+        is_short = self._incomplete is not None and micro_batch == self._incomplete.short
+        return (self._of_short if is_short else self._stages)[_pipe_stage(step)]
+
+    def _all_stages(self) -> list[RunnableStage]:
+        return [*self._stages.values(), *self._of_short.values()]
+
     def _forward(self, step: Step) -> None:
-        stage = self._stages[_pipe_stage(step)]
         arrived = self._exchange.receive_for(step)
         for micro_batch in step.operation.micro_batches:
+            stage = self._stage(step, micro_batch)
             received = {name: tensor for name, tensors in arrived.get(micro_batch, {}).items() for tensor in tensors}
             inputs = self._inputs.of(micro_batch, stage.stage)
             self._exchange.send_from(step, micro_batch, stage.forward(micro_batch, received, inputs))
 
     def _backward(self, step: Step) -> None:
-        stage = self._stages[_pipe_stage(step)]
         arrived = self._exchange.receive_for(step)
-        run = stage.backward if step.operation.kind is Kind.BACKWARD else stage.backward_input
         for micro_batch in step.operation.micro_batches:
+            stage = self._stage(step, micro_batch)
+            run = stage.backward if step.operation.kind is Kind.BACKWARD else stage.backward_input
             self._exchange.send_from(step, micro_batch, run(micro_batch, arrived.get(micro_batch, {})))
 
     def _recompute(self, step: Step) -> None:
         self._exchange.receive_for(step)
         for micro_batch in step.operation.micro_batches:
-            self._stages[_pipe_stage(step)].recompute(micro_batch)
+            self._stage(step, micro_batch).recompute(micro_batch)
 
     def _backward_weight(self, step: Step) -> None:
         self._exchange.receive_for(step)
         for micro_batch in step.operation.micro_batches:
-            self._stages[_pipe_stage(step)].backward_weight(micro_batch)
+            self._stage(step, micro_batch).backward_weight(micro_batch)
 
     def _update(self, step: Step) -> None:
         pipe_stage = _pipe_stage(step)
-        if not self._waits_for_sums:  # no need to wait for ranks that still run backwards
+        if not self._waits:  # no need to wait for ranks that still run backwards
             self._sync.wait({pipe_stage[0]})
         elif self._total is None:  # the first update of the iteration on this rank; it needs the sums of all gradients
             self._total, factor = self._reduce_totals()
@@ -237,14 +258,20 @@ class Executor:
         return total
 
     def _fraction(self, total: Total, iteration: int) -> float:
-        return self._targets.fraction(total.counts, iteration, is_updated=not self._waits_for_sums)
+        present = 1.0 if self._incomplete is None else self._incomplete.present
+        return self._targets.fraction(total.counts, iteration, is_updated=not self._waits, present=present)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether updates wait for the sums of all gradients."""
+        return self._waits_for_sums or self._incomplete is not None
 
     def _take_counts(self, iteration: int) -> list[torch.Tensor | float]:
         """How many targets this rank has counted in an iteration of the program, for each counted term of the loss; and
         then how many the data says, if these count."""
         count = self._inputs.micro_batches
         counts: list[torch.Tensor | float] = [0.0 for _ in self._targets.terms.counted]
-        for stage in self._stages.values() if counts else ():
+        for stage in self._all_stages() if counts else ():
             for micro_batch in range(iteration * count, (iteration + 1) * count):
                 for number, targets in stage.counts.pop(micro_batch, {}).items():
                     counts[number] = counts[number] + targets.double()
@@ -256,7 +283,7 @@ class Executor:
         """What this rank adds to the mean loss of an iteration of the program."""
         count = self._inputs.micro_batches
         micro_batches = range(iteration * count, (iteration + 1) * count)
-        losses = [stage.losses.pop(m) for stage in self._stages.values() for m in micro_batches if m in stage.losses]
+        losses = [stage.losses.pop(m) for stage in self._all_stages() for m in micro_batches if m in stage.losses]
         return sum(loss.double() for loss in losses) / self._program.updates
 
     def _iteration_is_over(self) -> bool:

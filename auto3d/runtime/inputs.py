@@ -41,13 +41,23 @@ class MicroBatchInputs:
         self._first_micro_batch = first_micro_batch
         self._first_iteration = 0
         self._begin: int | None = None  # first iteration of the first program
-        self._same, self._compared = same, compared
+        self._same, self._compared, self._compares = same, compared, True
         self._counting_stage = counting_stage
         self._items: defaultdict[int, dict[int, int]] = defaultdict(dict)  # iteration -> micro-batch -> its targets
 
-    def start(self, program: Program, inputs_of: Mapping[PipeStage, Collection[str]], first_iteration: int) -> None:
-        """Begin ``program`` with iteration ``first_iteration``; ``inputs_of`` names the inputs of each stage."""
-        self._first_iteration = first_iteration
+    def start(
+        self,
+        program: Program,
+        inputs_of: Mapping[PipeStage, Collection[str]],
+        first_iteration: int,
+        *,
+        is_complete: bool = True,
+    ) -> None:
+        """Begin ``program`` with iteration ``first_iteration``; ``inputs_of`` names the inputs of each stage.
+
+        Pipelines compare nothing where a global batch is not ``is_complete``: the other may have no micro-batch.
+        """
+        self._first_iteration, self._compares = first_iteration, is_complete
         if self._begin is None:
             self._begin = first_iteration
         needs = needs_of(
@@ -57,7 +67,7 @@ class MicroBatchInputs:
             first_micro_batch=self._first_micro_batch,
             micro_batches=self.micro_batches,
             slices=self._slices,
-            compared=self._compared,
+            compared=self._compared if is_complete else None,
         )
         self._loader.start(needs, program.iterations, self._begin)
 
@@ -81,7 +91,7 @@ class MicroBatchInputs:
 
     def _read_other(self, other: int, iteration: int, own: int, stage: Stage) -> None:
         """Where it is due, read micro-batch ``other`` of another pipeline too, which reads this one's ``own``."""
-        if is_compared(iteration, self._begin or 0) and self._same is not None:
+        if self._compares and is_compared(iteration, self._begin or 0) and self._same is not None:
             reading = self._loader.read(iteration, other, stage.inputs, compared=True)
             self._same.note_other(iteration, (stage.index, own), other, reading.fingerprints)
 

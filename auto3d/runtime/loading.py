@@ -178,7 +178,8 @@ class _Buffers:
 
 
 Make = Callable[[int, int, Collection[str]], Reading]
-Made = tuple[Need, _Buffers, Reading] | Exception  # the inputs of the reading are in the buffers
+Made = tuple[Need, _Buffers, Mapping[str, int], Reading] | Exception
+"""The inputs of the reading are in the buffers, so many samples of each."""
 
 
 class _Prefetcher:
@@ -204,9 +205,11 @@ class _Prefetcher:
         made = self._made.get()
         if isinstance(made, Exception):
             raise made
-        found, buffers, reading = made
+        found, buffers, samples, reading = made
         assert found == need, f"{found} comes next, not {need}"
-        copies, buffers.copy = self._memory.queue_copy({name: buffers.pinned[name] for name in need.names})
+        copies, buffers.copy = self._memory.queue_copy(
+            {name: buffers.pinned[name][: samples[name]] for name in need.names}
+        )
         self._free.put(buffers)
         return replace(reading, inputs=copies)
 
@@ -230,8 +233,9 @@ def _prefetch(
                 buffers.copy.synchronize()  # the device reads the buffers until then
             reading = make(need.iteration, need.index, need.names)
             for name, tensor in reading.inputs.items():
-                buffers.pinned[name].copy_(tensor)
-            made.put((need, buffers, replace(reading, inputs={})))
+                buffers.pinned[name][: len(tensor)].copy_(tensor)
+            samples = {name: len(tensor) for name, tensor in reading.inputs.items()}
+            made.put((need, buffers, samples, replace(reading, inputs={})))
     except Exception as error:
         made.put(error)
 

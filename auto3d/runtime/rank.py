@@ -1,6 +1,6 @@
 """One rank of a plan, built in order: layout, programs, process groups, state, stages, optimizers, executor."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -20,6 +20,7 @@ from auto3d.cost.model_work import ModelWork
 from auto3d.cost.work import Work, work_of, work_of_local
 from auto3d.data import BatchSlice, DataSettings, TrainingData
 from auto3d.derived.local_graph import local_graphs
+from auto3d.partition.stage import Transfer
 from auto3d.plan import Plan
 from auto3d.runtime.agreement import check_agreement, check_same_plan
 from auto3d.runtime.backend import Backend, RealBackend, trained_parameters
@@ -30,6 +31,7 @@ from auto3d.runtime.emulated import EmulatedBackend
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor, Peers
 from auto3d.runtime.gradient_sync import GradientSync
+from auto3d.runtime.incomplete_batch import IncompleteBatches, lay_out_short
 from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.layout import PlanLayout, RankLayout, lay_out_plan, lay_out_rank
 from auto3d.runtime.loading import ComparedMicroBatch
@@ -233,6 +235,22 @@ def build_rank(
     stages = backend.stages(layout, tensors, randomness, group)
     if settings.compile:
         _compile(stages, world, device)
+    incomplete = None
+    if data.incomplete is not None:
+        of_short: Mapping[PipeStage, RunnableStage] = {}
+        transfers: Sequence[Transfer] = ()
+        if data.incomplete.short:
+            short = lay_out_rank(lay_out_short(common, data.incomplete.short), world.rank)
+            of_short, transfers = backend.stages(short, tensors, randomness, group), short.transfers
+            for pipe_stage, stage in of_short.items():
+                stage.weights = stages[pipe_stage].weights
+        incomplete = IncompleteBatches(
+            data=data.incomplete,
+            plan=plan,
+            first_micro_batch=layout.first_micro_batch,
+            stages=of_short,
+            transfers=transfers,
+        )
     # The optimizers' state is the last large memory.
     optimizers = _optimizers(layout, tensors, settings, sync, run_ahead)
     is_summed = settings.loss_mean == SUMMED_ITEMS
@@ -262,6 +280,7 @@ def build_rank(
         ),
         loss_scale=loss_scale,
         learning_rate=learning_rate_of(settings.optimizer, settings.iterations),
+        incomplete=incomplete,
     )
     rank = Rank(
         common=common,

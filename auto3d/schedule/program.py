@@ -1,7 +1,7 @@
 """The program of a pipeline device: steps, each an operation with its messages and its sums over ranks."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from auto3d.schedule.operation import Kind, Operation
 
@@ -74,6 +74,36 @@ class Program:
     iterations: int = 1
     updates: int = 1  # updates of each stage per iteration
     asynchronous: bool = False  # each stage is updated separately, not after the backwards of all stages
+
+
+def without(program: Program, absent: Collection[int]) -> Program:
+    """``program`` without what it runs, sends and receives of the micro-batches ``absent``.
+
+    What stands before a step that falls away stands before the next one, so that all ranks of a pipeline that leave out
+    the same micro-batches keep the order of all else.
+    """
+
+    def kept(messages: Iterable[Message]) -> tuple[Message, ...]:
+        return tuple(message for message in messages if message.micro_batch not in absent)
+
+    steps: list[Step] = []
+    begins: list[Communication] = []
+    releases: list[Message] = []
+    for step in program.steps:
+        begins += [one for one in step.begins if not isinstance(one, Message) or one.micro_batch not in absent]
+        releases += kept(step.releases)
+        numbers = tuple(m for m in step.operation.micro_batches if m not in absent)
+        if not numbers and step.operation.micro_batches:
+            continue
+        operation = step.operation._replace(micro_batches=numbers)
+        steps.append(Step(operation, tuple(begins), kept(step.receives), kept(step.sends), tuple(releases)))
+        begins, releases = [], []
+    assert not begins, "updates come last"
+    versions = {
+        pipe_stage: {m: version for m, version in of_stage.items() if m not in absent}
+        for pipe_stage, of_stage in program.versions.items()
+    }
+    return replace(program, steps=tuple(steps), versions=versions)
 
 
 def messages_in_memory(

@@ -147,6 +147,7 @@ class Pipeline:
             if not goes_on:
                 tell_left_out(updates)
         self.settings = training_settings(self._args, iterations, updates, loss_mean)
+        data = data.of_plan(captured, plan, self.settings)
         self.training = Training(
             captured, plan, self.settings, data, setup().world, state=self._weights, checkpoints=checkpoints
         )

@@ -5,6 +5,7 @@ Every rank knows the order of the samples; it loads and collates only micro-batc
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,13 +14,17 @@ from torch.utils.data import BatchSampler
 
 from auto3d.capture.export import InputSpec
 from auto3d.capture.graph import Graph
-from auto3d.capture.loss_terms import LossTerms
+from auto3d.capture.loss_terms import LossTerms, loss_terms
+from auto3d.capture.model import CapturedModel
 from auto3d.capture.skeleton import seeded
 from auto3d.data import BatchSlice
 from auto3d.data.fingerprint import fingerprints
-from auto3d.data.interface import IGNORED, Reading
+from auto3d.data.interface import IGNORED, Incomplete, Reading
 from auto3d.errors import InputError
+from auto3d.plan import Plan
 from auto3d.runtime.batch_targets import check_filled, check_statistics
+from auto3d.runtime.incomplete_batch import why_not
+from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
 from auto3d.trainer.padding import Padding
 
 
@@ -39,13 +44,16 @@ def samples_of(batches: BatchSampler) -> int:
 class TrainOrder:
     """The order in which one process of transformers trains: epoch by epoch, by the sampler of its data loader.
 
-    The last iteration of an epoch has the samples that remain, which may be fewer than a global batch.
+    The last iteration of an epoch has the samples that remain, which may be fewer than a global batch. A thread that
+    reads ahead asks too, so an epoch is kept until the next but one begins: a sampler with a state of its own draws
+    another order each time.
     """
 
     def __init__(self, loader: Any, *, global_batch: int, iterations_per_epoch: int) -> None:
         self._loader = loader
         self._global_batch, self._iterations_per_epoch = global_batch, iterations_per_epoch
-        self._epoch, self._samples = -1, list[int]()
+        self._epochs: dict[int, list[int]] = {}  # the last two that were drawn
+        self._drawing = Lock()
         self._begun = [(0, 0)]  # (iteration, epoch that it begins): epochs follow each other from there
 
     def begin(self, epoch: int, iteration: int) -> None:
@@ -60,10 +68,14 @@ class TrainOrder:
 
     def of(self, iteration: int) -> Sequence[int]:
         epoch, place = self.place(iteration)
-        if epoch != self._epoch:
-            self._loader.set_epoch(epoch)
-            self._epoch, self._samples = epoch, [sample for batch in self._loader.batch_sampler for sample in batch]
-        return self._samples[place * self._global_batch : (place + 1) * self._global_batch]
+        with self._drawing:
+            if epoch not in self._epochs:
+                self._loader.set_epoch(epoch)
+                drawn = [sample for batch in self._loader.batch_sampler for sample in batch]
+                self._epochs = {number: self._epochs[number] for number in self._epochs if number == epoch - 1}
+                self._epochs[epoch] = drawn
+            samples = self._epochs[epoch]
+        return samples[place * self._global_batch : (place + 1) * self._global_batch]
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,8 @@ class CollatedData:
     first_item: int | None = None
     """The place of a sample's labels from which transformers counts them as items, 0 or 1; None: they do not count."""
     limits: Mapping[str, int] = field(default_factory=dict)  # whole numbers of an input are from 0 to below its limit
+    missing: int = 0  # samples that the last global batch of an epoch lacks
+    incomplete: Incomplete | None = None  # the batches that are not filled with samples that do not count
 
     def with_shapes(self) -> "CollatedData":
         """The same data, all of whose batches must have the inputs and shapes of its first samples."""
@@ -135,6 +149,23 @@ class CollatedData:
                 f"{because}, and without labels that are whole numbers it cannot be filled with samples that do not "
                 "count; leave out the samples that remain"
             )
+
+    def of_plan(self, captured: CapturedModel, plan: Plan, settings: TrainingSettings) -> "CollatedData":
+        """The same data, whose incomplete batches run as they are if what fills them would count.
+
+        Raises InputError if neither can be.
+        """
+        if not self.missing:
+            return self
+        terms = LossTerms() if settings.loss_mean == SUMMED_ITEMS else loss_terms(captured.exported)
+        try:
+            self.check_fill(self.missing, terms, captured.graph)
+        except InputError as error:
+            short = -self.missing % plan.micro_batch_size
+            if reason := why_not(captured, plan, settings, short):
+                raise InputError(f"{error} (it cannot run as it is: {reason})") from None
+            return replace(self, incomplete=Incomplete(short, lambda iteration: len(self.order.of(iteration))))
+        return self
 
     def can_fill(self, terms: LossTerms) -> bool:
         """Whether samples that fill a batch would not count in a loss of these ``terms``."""
@@ -196,7 +227,7 @@ class CollatedBatches:
         samples = of_iteration[index * size : (index + 1) * size]
         batch = data.collated(samples or of_iteration[:1], [iteration, index])
         check_shapes(batch, data.shapes, samples=len(samples) or 1)
-        each = size // part.replicas
+        each = size // part.replicas  # an incomplete batch that is not filled has no replicas
         first = part.replica * each
         whole = {name: self._filled(name, value, len(samples)) for name, value in batch.items()}
         own = {name: value[first : first + each] for name, value in whole.items()}
@@ -209,7 +240,7 @@ class CollatedBatches:
     def _filled(self, name: str, value: torch.Tensor, samples: int) -> torch.Tensor:
         """``value`` of ``samples`` samples as a whole micro-batch: its last is repeated, but with ignored labels."""
         size = self._part.micro_batch_size
-        if samples == size:
+        if samples == size or self._data.incomplete is not None:
             return value
         filler = value[-1:].expand(size - samples, *value.shape[1:])
         if name in (*self._data.label_names, "shift_labels"):

@@ -255,7 +255,7 @@ class Trainer(transformers.Trainer):
             )
         data = self._train_data(train_dataloader)
         missing = -samples % self._pipeline.batch.global_batch if max_steps >= self._updates_per_epoch else 0
-        data.check_fill(missing)
+        data = replace(data, missing=missing)
         checkpoints = None
         if resume_from_checkpoint is not None:
             checkpoints = Checkpoints(folder=Path(resume_from_checkpoint), every=None)
@@ -264,8 +264,6 @@ class Trainer(transformers.Trainer):
         if self.args.save_strategy != "no":
             check_resumes(training.rank.common.rules.values())
             check_saved(self.lr_scheduler)
-        common = training.rank.common
-        data.check_fill(missing, common.terms, common.captured.graph)
         if training.first != self.state.global_step:
             raise InputError(
                 f"Trainer.train: resume_from_checkpoint: {resume_from_checkpoint}: its state is after "

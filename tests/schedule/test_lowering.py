@@ -4,12 +4,13 @@ import pytest
 
 from auto3d.capture.graph import Value
 from auto3d.partition.stage import Transfer
-from auto3d.schedule import build_schedule
+from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.check import ScheduleError
+from auto3d.schedule.common_order import check_progress
 from auto3d.schedule.lowering import SENT_AT_MOST, lower
 from auto3d.schedule.operation import Kind, Schedule
-from auto3d.schedule.program import Message
-from tests.schedule.samples import by_hand
+from auto3d.schedule.program import GradientSum, Message, Program, without
+from tests.schedule.samples import BY_RULE, by_hand, schedules
 
 
 def transfers(stages: int, *skips: tuple[int, int]) -> list[Transfer]:
@@ -113,3 +114,35 @@ def test_only_differentiable_values_send_gradients_back():
 def test_operations_that_cannot_all_run_are_refused():
     with pytest.raises(ScheduleError, match="deadlock: device 0 at B0@0"):
         lower(by_hand("F0@0 B0@0 F1@0 B1@0 S@0 U@0", "F0@1 F1@1 B0@1 B1@1 S@1 U@1"), transfers(2))
+
+
+def whole_schedules() -> list[str]:
+    """Synchronous schedules that run micro-batches whole."""
+    return [name for name in BY_RULE if not SCHEDULES[name].asynchronous and name != "seq1f1b"]
+
+
+@pytest.mark.parametrize("name", whole_schedules())
+def test_a_program_without_its_last_micro_batches_ends_and_runs_all_others(name):
+    for devices in (2, 4):
+        for schedule in schedules(name, devices, [2 * devices, 2 * devices + 1]):
+            if schedule.parts > 1:
+                continue
+            summed = [(stage,) for stage in range(schedule.stages)]
+            programs = lower(schedule, transfers(schedule.stages), summed)
+            for first in (0, 1, devices, schedule.micro_batches - 1):
+                absent = range(first, schedule.micro_batches)
+                rest = [without(program, absent) for program in programs]
+                check_progress(rest, schedule.device_of)
+                for device, program in enumerate(rest):
+                    expected = [
+                        operation._replace(micro_batches=tuple(m for m in operation.micro_batches if m < first))
+                        for operation in schedule.operations[device]
+                    ]
+                    ran = [step.operation for step in program.steps]
+                    assert ran == [one for one in expected if one.micro_batches or one.kind in (Kind.SYNC, Kind.UPDATE)]
+                    sums = [one for each in (programs[device], program) for one in sums_of(each)]
+                    assert sums[: len(sums) // 2] == sums[len(sums) // 2 :], "in the same order"
+
+
+def sums_of(program: Program) -> list[GradientSum]:
+    return [one for step in program.steps for one in step.begins if isinstance(one, GradientSum)]

@@ -6,7 +6,7 @@ from transformers import BertConfig, BertForSequenceClassification, EvalPredicti
 
 set_seed(6)
 random = np.random.default_rng(6)
-tokens = random.integers(1, 60, (63, 10))
+tokens = random.integers(1, 60, (61, 10))
 labels = np.stack([(tokens < 10).any(1), (tokens > 50).any(1), tokens.sum(1) > 300], axis=1).astype(np.float32)
 rows = Dataset.from_dict({"input_ids": tokens, "attention_mask": np.ones_like(tokens), "labels": labels})
 parts = rows.train_test_split(test_size=15, seed=0)
