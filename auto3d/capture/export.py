@@ -480,7 +480,7 @@ def _named_output(exported: torch.export.ExportedProgram, name: str) -> Any:
     """What the module's result holds under ``name``, with dots between the names or places of what holds what; None if
     it has no such entry."""
     held = _result(exported)
-    for part in name.split("."):
+    for part in [name] if isinstance(held, Mapping) and name in held else name.split("."):
         if isinstance(held, Mapping):
             held = held.get(part)
         elif isinstance(held, tuple | list):

@@ -52,7 +52,7 @@ class MicroBatches(Protocol):
 class Incomplete:
     """Global batches that lack samples, as the last of an epoch may."""
 
-    short: int  # samples of their last micro-batch; 0 if all that they have are whole
+    short: int  # samples of their last micro-batch, which may be a whole one
     samples: Callable[[int], int]  # iteration -> samples of its global batch
 
 

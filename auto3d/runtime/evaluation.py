@@ -113,7 +113,7 @@ def evaluation_of(
     Ranks that are forked after this inherit the capture.
     """
     before = captured.graph.micro_batch_size
-    model = captured.at(at_once or before).in_evaluation(outputs, loss=loss)
+    model = captured.in_evaluation(outputs, loss=loss).at(at_once or before)
     state = {*model.graph.parameters, *model.graph.buffers}
     return replace(
         without_slices(plan),
@@ -136,7 +136,7 @@ class _Evaluation:
         self._rank = rank
         captured = common.captured
         plan = evaluation_of(captured, common.plan, outputs, loss=loss, at_once=at_once)
-        model = captured.at(at_once or captured.graph.micro_batch_size).in_evaluation(outputs, loss=loss)
+        model = captured.in_evaluation(outputs, loss=loss).at(at_once or captured.graph.micro_batch_size)
         schedule = forward_only(schedules_of(plan, 1)[0])
         check(schedule)
         layout = lay_out_rank(lay_out_plan(model, plan, settings, schedule), dist.get_rank())

@@ -34,7 +34,7 @@ class IncompleteBatches:
     data: Incomplete
     plan: Plan
     first_micro_batch: int  # the pipeline's first in the global batch
-    stages: Mapping[PipeStage, RunnableStage]  # of the short micro-batch; none if there never is one
+    stages: Mapping[PipeStage, RunnableStage]  # those that run the short micro-batch
     transfers: Sequence[Transfer]  # the values that cross them
 
     def of(self, iteration: int) -> IncompleteBatch | None:
@@ -62,7 +62,7 @@ def why_not(captured: CapturedModel, plan: Plan, settings: TrainingSettings, sho
         return "stages have replicas"
     if settings.emulation is not None:
         return "devices are emulated"
-    if short and not captured.graph.same_operations(captured.at(short).graph):
+    if not captured.graph.same_operations(captured.at(short).graph):
         return f"the model runs other operations on {short} samples"
     return ""
 

@@ -1,6 +1,6 @@
 """One rank of a plan, built in order: layout, programs, process groups, state, stages, optimizers, executor."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -20,7 +20,6 @@ from auto3d.cost.model_work import ModelWork
 from auto3d.cost.work import Work, work_of, work_of_local
 from auto3d.data import BatchSlice, DataSettings, TrainingData
 from auto3d.derived.local_graph import local_graphs
-from auto3d.partition.stage import Transfer
 from auto3d.plan import Plan
 from auto3d.runtime.agreement import check_agreement, check_same_plan
 from auto3d.runtime.backend import Backend, RealBackend, trained_parameters
@@ -146,9 +145,9 @@ class Rank:
         self.loss_scale.restore(numbers)
 
 
-def _compile(stages: Mapping[PipeStage, RunnableStage], world: World, device: torch.device) -> None:
+def _compile(stages: Iterable[RunnableStage], world: World, device: torch.device) -> None:
     """Compile the code of ``stages`` and wait for the other ranks, which may take minutes longer."""
-    for stage in stages.values():
+    for stage in stages:
         assert isinstance(stage, StageModule), "other stages are not compiled"
         stage.warm_up(device)
     everyone = new_group(range(world.size), COMPILE_TIMEOUT_S, device=device, numbers=True)
@@ -233,24 +232,20 @@ def build_rank(
         device=device,
     )
     stages = backend.stages(layout, tensors, randomness, group)
-    if settings.compile:
-        _compile(stages, world, device)
     incomplete = None
     if data.incomplete is not None:
-        of_short: Mapping[PipeStage, RunnableStage] = {}
-        transfers: Sequence[Transfer] = ()
-        if data.incomplete.short:
-            short = lay_out_rank(lay_out_short(common, data.incomplete.short), world.rank)
-            of_short, transfers = backend.stages(short, tensors, randomness, group), short.transfers
-            for pipe_stage, stage in of_short.items():
-                stage.weights = stages[pipe_stage].weights
+        short = lay_out_rank(lay_out_short(common, data.incomplete.short), world.rank)
         incomplete = IncompleteBatches(
             data=data.incomplete,
             plan=plan,
             first_micro_batch=layout.first_micro_batch,
-            stages=of_short,
-            transfers=transfers,
+            stages=backend.stages(short, tensors, randomness, group),
+            transfers=short.transfers,
         )
+        for pipe_stage, stage in incomplete.stages.items():
+            stage.weights = stages[pipe_stage].weights
+    if settings.compile:
+        _compile([*stages.values(), *(() if incomplete is None else incomplete.stages.values())], world, device)
     # The optimizers' state is the last large memory.
     optimizers = _optimizers(layout, tensors, settings, sync, run_ahead)
     is_summed = settings.loss_mean == SUMMED_ITEMS

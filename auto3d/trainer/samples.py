@@ -161,7 +161,7 @@ class CollatedData:
         try:
             self.check_fill(self.missing, terms, captured.graph)
         except InputError as error:
-            short = -self.missing % plan.micro_batch_size
+            short = plan.micro_batch_size - self.missing % plan.micro_batch_size
             if reason := why_not(captured, plan, settings, short):
                 raise InputError(f"{error} (it cannot run as it is: {reason})") from None
             return replace(self, incomplete=Incomplete(short, lambda iteration: len(self.order.of(iteration))))
