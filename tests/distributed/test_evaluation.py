@@ -191,6 +191,7 @@ class Labelled:
     samples: int | None = None
     has_labels: bool = True
     may_ignore_targets: bool = True
+    incomplete: None = None
 
     def reads(self, names: Collection[str]) -> bool:
         return bool(names)

@@ -39,6 +39,7 @@ class UnevenLabels:
     where: str = "labels"
     may_ignore_targets: bool = True
     has_targets: bool = True  # False: all labels are ignored
+    incomplete: None = None
 
     def reads(self, names: Collection[str]) -> bool:
         return self.data.reads(names)
