@@ -83,10 +83,10 @@ def check_evaluation(
     at_once, last = samples_at_once(pipeline.training.rank.common.plan), 0
     if has_labels:
         terms = pipeline.training.rank.common.terms
-        if samples % at_once and not data.can_fill(terms):
+        if counted := data.why_filler_counts(-samples % at_once, terms):
             last = samples % at_once
             if any(last % stage.replicas for stage in pipeline.training.rank.common.plan.stages):
-                data.check_fill(-samples % at_once, terms)
+                raise InputError(counted)
         if terms.other and args.per_device_eval_batch_size != at_once:
             raise InputError(
                 f"TrainingArguments.per_device_eval_batch_size: found {args.per_device_eval_batch_size}; "

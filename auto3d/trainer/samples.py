@@ -155,25 +155,22 @@ class CollatedData:
 
         Raises InputError if neither can be.
         """
-        if not self.missing:
-            return self
         terms = LossTerms() if settings.loss_mean == SUMMED_ITEMS else loss_terms(captured.exported)
-        try:
-            self.check_fill(self.missing, terms, captured.graph)
-        except InputError as error:
-            short = plan.micro_batch_size - self.missing % plan.micro_batch_size
-            if reason := why_not(captured, plan, settings, short):
-                raise InputError(f"{error} (it cannot run as it is: {reason})") from None
-            return replace(self, incomplete=Incomplete(short, lambda iteration: len(self.order.of(iteration))))
-        return self
+        counted = self.why_filler_counts(self.missing, terms, captured.graph)
+        if not counted:
+            return self
+        short = plan.micro_batch_size - self.missing % plan.micro_batch_size
+        if reason := why_not(captured, plan, settings, short):
+            raise InputError(f"{counted} (it cannot run as it is: {reason})")
+        return replace(self, incomplete=Incomplete(short, lambda iteration: len(self.order.of(iteration))))
 
-    def can_fill(self, terms: LossTerms) -> bool:
-        """Whether samples that fill a batch would not count in a loss of these ``terms``."""
+    def why_filler_counts(self, missing: int, terms: LossTerms, trained: Graph | None = None) -> str:
+        """Why ``missing`` samples cannot be filled in, as the error of ``check_fill`` says it; empty if they can."""
         try:
-            self.check_fill(1, terms)
-        except InputError:
-            return False
-        return True
+            self.check_fill(missing, terms, trained)
+        except InputError as error:
+            return str(error)
+        return ""
 
     def reads(self, names: Collection[str]) -> bool:
         return bool(names)

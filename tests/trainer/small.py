@@ -309,6 +309,8 @@ def classes():
 MODELS = {  # losses that are means of several things over micro-batches that differ in them; what cannot be copied
     "a teacher": lambda: (Student(), classes()),
     "a last batch in part": lambda: (Tagger(), ignoring(rows(14))),
+    "clamped labels": lambda: (Labels(lambda labels: labels.clamp(0), -100), with_labels(rows(14))),
+    "another ignored label": lambda: (Labels(lambda labels: labels, 0), with_labels(rows(14))),
     "no count": lambda: (Tagger(), ignoring(rows(12))),
     "a count": lambda: (llama(), ignoring(rows(12))),
     "experts": lambda: (mixture(), with_labels(rows())),
@@ -903,10 +905,6 @@ class Labels(Tagger):
         return {"loss": torch.nn.functional.cross_entropy(scores, changed, ignore_index=self.ignored)}
 
 
-def labelled(change, ignored=-100):
-    return trainer(Labels(change, ignored), with_labels(rows(14)), max_steps=4)
-
-
 def setting(name, value):
     made = trainer()
     setattr(made, name, value)
@@ -935,8 +933,6 @@ FAULTS |= {
     "padding before places": (padded_left, "padding_side is left, and the model has an embedding for each place"),
     "a hook of a weight": (lambda: trainer(with_hook()), "lm_head.weight of LlamaForCausalLM has a gradient hook"),
     "a hook with the script's model": (lambda: trainer(with_closure()), "takes model.norm.weight from the model of"),
-    "clamped labels": (lambda: labelled(lambda labels: labels.clamp(0)), "labels of -100 do not reach it as its"),
-    "another ignored label": (lambda: labelled(lambda labels: labels, 0), "labels of -100 do not reach it as its"),
     "a loss of the script": (lambda: setting("compute_loss", print), "Trainer.compute_loss: refused: it was set on"),
     "an optimizer of another kind": (lambda: setting("optimizer", object()), "its optimizer is a object; it takes a"),
     "a schedule of another kind": (lambda: setting("lr_scheduler", object()), "its lr_scheduler is a object; it takes"),
