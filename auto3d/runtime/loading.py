@@ -178,8 +178,7 @@ class _Buffers:
 
 
 Make = Callable[[int, int, Collection[str]], Reading]
-Made = tuple[Need, _Buffers, Mapping[str, int], Reading] | Exception
-"""The inputs of the reading are in the buffers, so many samples of each."""
+Made = tuple[Need, _Buffers, Reading] | Exception  # the inputs of the reading are in the buffers
 
 
 class _Prefetcher:
@@ -205,11 +204,9 @@ class _Prefetcher:
         made = self._made.get()
         if isinstance(made, Exception):
             raise made
-        found, buffers, samples, reading = made
+        found, buffers, reading = made
         assert found == need, f"{found} comes next, not {need}"
-        copies, buffers.copy = self._memory.queue_copy(
-            {name: buffers.pinned[name][: samples[name]] for name in need.names}
-        )
+        copies, buffers.copy = self._memory.queue_copy({name: reading.inputs[name] for name in need.names})
         self._free.put(buffers)
         return replace(reading, inputs=copies)
 
@@ -232,10 +229,11 @@ def _prefetch(
             if buffers.copy is not None:
                 buffers.copy.synchronize()  # the device reads the buffers until then
             reading = make(need.iteration, need.index, need.names)
+            ready = {}
             for name, tensor in reading.inputs.items():
-                buffers.pinned[name][: len(tensor)].copy_(tensor)
-            samples = {name: len(tensor) for name, tensor in reading.inputs.items()}
-            made.put((need, buffers, samples, replace(reading, inputs={})))
+                ready[name] = buffers.pinned[name][: len(tensor)]  # a short micro-batch has fewer samples
+                ready[name].copy_(tensor)
+            made.put((need, buffers, replace(reading, inputs=ready)))
     except Exception as error:
         made.put(error)
 
