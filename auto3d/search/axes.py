@@ -30,8 +30,8 @@ class PlanAxis:
     """
 
     default: Any = None  # None: every candidate has to say it
-    meaning: str = ""  # what the key plan.NAME says; empty: a recipe's own plan takes the default
-    trying: str  # what the key search.NAME says
+    meaning: str = ""  # description of the key plan.NAME; empty: a recipe's own plan takes the default
+    trying: str  # description of the key search.NAME
     tried: Tried = AUTO  # default of that key
     every: Callable[[Cluster, int], Sequence[Any]]
     takes: Sequence[str | bool] = ()  # the accepted words; empty: only numbers

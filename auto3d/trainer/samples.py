@@ -155,6 +155,8 @@ class CollatedData:
 
         Raises InputError if neither can be.
         """
+        if not self.missing:
+            return self
         terms = LossTerms() if settings.loss_mean == SUMMED_ITEMS else loss_terms(captured.exported)
         counted = self.why_filler_counts(self.missing, terms, captured.graph)
         if not counted:

@@ -29,7 +29,7 @@ from auto3d.trainer.together import ENDED, TOGETHER
 AUTO = "auto"
 OTHERS_S = 1.0  # time in which a launcher ends the other ranks after one has failed
 FAILED = 1  # exit code after an exception, as Python's
-EXIT_CODES = ((InputError, 2), (KeyboardInterrupt, 130))  # as of the command line
+EXIT_CODES = ((InputError, 2), (KeyboardInterrupt, 130))  # the command line has the same
 CHOICES = tuple(
     name for name in Candidate.__dataclass_fields__ if name not in ("dp", "tp", "pp", "micro_batch_size", "engine")
 )

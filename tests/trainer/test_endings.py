@@ -49,7 +49,9 @@ def test_a_script_ends_as_python_ends_it(ends, code, last_line, tmp_path):
     assert ended.returncode == code, ended.stderr
     assert "the thread of the script has ended" in ended.stdout
     if last_line:
-        lines = [line for line in ended.stderr.splitlines() if not line.startswith("rank 0")]  # where it was
+        lines = [
+            line for line in ended.stderr.splitlines() if not line.startswith("rank 0")
+        ]  # a note says where the rank was
         assert lines[-1] == last_line
         assert sum(line.startswith("Traceback") for line in lines) <= 1
     assert not [name for name in os.listdir(temporary) if name.startswith("auto3d-")]
