@@ -16,6 +16,8 @@ from auto3d.capture.errors import frame_line, is_model_code
 _QUESTION = re.compile(r"is_\w*(tracing|compiling|exporting)$")
 _TORCH = (torch.compiler, torch.jit)
 _COMPILER = ("is_compiling", "is_dynamo_compiling", "is_exporting")
+# Functions of libraries whose eager branch no trace can follow: torch traces grouped products of bfloat16 only.
+_TOLD_AT_ONCE = {("transformers.integrations.moe", "_can_use_grouped_mm")}
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Question:
 def answered_as_eager(but: Collection[CodeType] = ()) -> Iterator[dict[CodeType, set[CodeType]]]:
     """Answer the model's code that it is not traced, so that it takes the same branches as in eager mode.
 
-    The functions ``but`` get the true answer. Yields a mapping that gets each function that asks, with its callers.
+    The functions ``but`` and those of ``_TOLD_AT_ONCE`` get the true answer. Yields a mapping that gets each other
+    function that asks, with its callers.
     """
     askers: dict[CodeType, set[CodeType]] = {}
 
@@ -60,6 +63,8 @@ def answered_as_eager(but: Collection[CodeType] = ()) -> Iterator[dict[CodeType,
             while frame is not None and _QUESTION.match(frame.f_code.co_name):
                 frame = frame.f_back
             if frame is None or not is_model_code(frame.f_code.co_filename):
+                return original(*args, **kwargs)
+            if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _TOLD_AT_ONCE:
                 return original(*args, **kwargs)
             callers = askers.setdefault(frame.f_code, set())
             if frame.f_back is not None:

@@ -9,6 +9,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig,
 
 from auto3d.capture.empty import buffers_of, moved
 from auto3d.capture.errors import CaptureError
+from auto3d.capture.export import InputSpec
 from auto3d.capture.model import capture
 from auto3d.capture.skeleton import skeleton
 from tests.capture.one_stage import assert_equal_to_eager
@@ -146,6 +147,16 @@ def test_value_heads_narrower_than_query_heads():
     experts = {"n_routed_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
     config = DeepseekV3Config(num_key_value_heads=2, n_group=1, topk_group=1, **latent, **experts, **TEXT)
     assert_equal_to_eager(lambda: DeepseekV3ForCausalLM(config), {"input_ids": TOKENS, "labels": TOKENS})
+
+
+def test_a_mixture_of_experts_under_mixed_precision_is_traced_once(monkeypatch):
+    traced = []
+    export = torch.export.export
+    monkeypatch.setattr(torch.export, "export", lambda *given, **named: traced.append(1) or export(*given, **named))
+    config = MixtralConfig(num_key_value_heads=2, num_local_experts=8, **TEXT)
+    tokens = InputSpec(shape=(16,), dtype=torch.int64)
+    capture(lambda: MixtralForCausalLM(config), {"input_ids": tokens, "labels": tokens}, 2, precision="bfloat16")
+    assert len(traced) == 1
 
 
 def test_an_initialisation_that_has_no_values_runs_once_for_equal_tensors(monkeypatch):
