@@ -16,51 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from auto3d.capture.block_state import OF_EVERY_MODULE
 from auto3d.capture.errors import CaptureError
+from auto3d.capture.held import held_tensors, map_held
 from auto3d.capture.skeleton import keep_gradient_hooks, skeleton
-
-
-def held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Place -> tensor, for tensors in attributes of a module or its submodules that are neither parameters nor buffers.
-
-    ``decoder.scale`` is the place of an attribute, ``decoder.slopes.0`` that of the first entry of a list. Tensors that
-    autograd computed, such as the weight of an old-style weight norm, are left out, since forward computes them again.
-    """
-    held: dict[str, torch.Tensor] = {}
-    _map_held(module, lambda place, tensor: held.setdefault(place, tensor))
-    return held
-
-
-def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that a capture treats as buffers: the module's buffers and its ``held_tensors``."""
-    return {**held_tensors(module), **dict(module.named_buffers())}
-
-
-def moved(module: nn.Module, device: torch.device) -> nn.Module:
-    """``module`` moved to ``device`` together with its ``held_tensors``, which ``module.to`` does not move."""
-    _map_held(module, lambda _, tensor: tensor.to(device))
-    return module.to(device)
-
-
-def _map_held(module: nn.Module, replace: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    """Replace each of the module's ``held_tensors`` by ``replace(place, tensor)``."""
-
-    def mapped(place: str, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value if value.grad_fn is not None or isinstance(value, nn.Parameter) else replace(place, value)
-        if type(value) is tuple:
-            return tuple(mapped(f"{place}.{index}", entry) for index, entry in enumerate(value))
-        if isinstance(value, dict | list):
-            for key, entry in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                if isinstance(entry, torch.Tensor | dict | list | tuple):
-                    value[key] = mapped(f"{place}.{key}", entry)
-        return value
-
-    for prefix, owner in module.named_modules():
-        for name, value in list(vars(owner).items()):
-            if name not in OF_EVERY_MODULE and isinstance(value, torch.Tensor | dict | list | tuple):
-                owner.__dict__[name] = mapped(f"{prefix}.{name}" if prefix else name, value)
 
 
 @dataclass(frozen=True)
@@ -119,15 +77,21 @@ def empty_model(build: Callable[[], nn.Module], device: str) -> EmptyModel:
         places[fake(tensor)] = where
         return fake(tensor)
 
-    _map_held(module, hold)
+    map_held(module, hold, fake)
     for owner in module.modules():
         states: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
         for state in states:
             state.update({name: fake(tensor) for name, tensor in state.items() if tensor is not None})
-        for name in [name for name, value in vars(owner).items() if isinstance(value, FakeTensor)]:
+        for name in [name for name, value in vars(owner).items() if isinstance(value, FakeTensor) and value in places]:
             owner._buffers[name] = owner.__dict__.pop(name)
             owner._non_persistent_buffers_set.add(name)
     return EmptyModel(module, mode, place, places, views)
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has elements in memory, as one that forward makes of numbers in its code has."""
+    without = isinstance(tensor, FakeTensor) or tensor.is_meta
+    return not without and (not tensor.numel() or tensor.untyped_storage().nbytes() > 0)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.autocast import PRECISIONS, Autocast, active, share_weight_casts
 from auto3d.capture.bookkeeping import quick_bookkeeping
-from auto3d.capture.empty import EmptyModel, empty_model, idle_copies_recorded, no_idle_conversions
+from auto3d.capture.empty import EmptyModel, empty_model, has_values, idle_copies_recorded, no_idle_conversions
 from auto3d.capture.errors import (
     KEPT_ELSEWHERE,
     CaptureError,
@@ -32,11 +33,13 @@ from auto3d.capture.errors import (
 )
 from auto3d.capture.expand import SideEffectError, expand
 from auto3d.capture.faithful import trace
+from auto3d.capture.held import parameters_in_containers
 from auto3d.capture.in_place import memory_is_written, name_of, remove_in_place, written_buffers
 from auto3d.capture.known_values import KnownValues
 from auto3d.capture.masks import leave_masks_to_kernel
 from auto3d.capture.regions import inline_regions
 from auto3d.capture.repeats import RepeatedBlocks
+from auto3d.capture.scripted import scripted_as_written
 from auto3d.capture.traced_branches import answered_as_eager, misled
 from auto3d.capture.traced_results import padding_as_nested, returning_tensors
 from auto3d.errors import InputError
@@ -284,7 +287,14 @@ def _exported(
         if traces is not None:
             traces.append(repeats)
             stack.enter_context(repeats.found())
-        for further in (no_idle_conversions(), idle_copies_recorded(), padding_as_nested(), returning_tensors(module)):
+        for further in (
+            no_idle_conversions(),
+            idle_copies_recorded(),
+            padding_as_nested(),
+            scripted_as_written(),
+            parameters_in_containers(module),
+            returning_tensors(module),
+        ):
             stack.enter_context(further)
         return torch.export.export(module, (), dict(arguments), strict=False)
 
@@ -298,7 +308,10 @@ def quiet_torch() -> Iterator[None]:
     try:
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
-        with redirect_stderr(printed):
+        with redirect_stderr(printed), warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", r"The tensor attributes? self\."
+            )  # one that forward sets is refused if read
             yield
         sys.stderr.write(printed.getvalue())  # without an error, the output is the model's
     finally:
@@ -416,7 +429,7 @@ def _check_views(program: fx.Graph, buffers: Mapping[str, str], model: EmptyMode
 def _check_constants(program: fx.Graph, constants: Mapping[str, torch.Tensor], module: nn.Module) -> None:
     for node in program.find_nodes(op="placeholder"):
         value = constants.get(node.name)
-        if value is not None and node.users and (isinstance(value, FakeTensor) or value.is_meta):
+        if value is not None and node.users and not has_values(value):
             reason, remedy = KEPT_ELSEWHERE
             place = node_line(next(iter(node.users)))
             raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}{place}; {remedy}")

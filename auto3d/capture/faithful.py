@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from auto3d.capture.autograd_functions import AutogradFunctions
+from auto3d.capture.empty import has_values
 from auto3d.capture.errors import CaptureError
 from auto3d.capture.gradient_hooks import check_no_gradient_hooks, refused_in_forward
-from auto3d.capture.outside_values import check_generators, refused_outside_values
+from auto3d.capture.outside_values import Entropy, check_generators, refused_outside_values
 from auto3d.capture.python_state import Change, Observation, observed
 
 
@@ -24,6 +24,8 @@ def trace(model: nn.Module, export: Callable[[], ExportedProgram]) -> ExportedPr
     first = _traced(model, export)
     if first.observation.changes:
         _check_repeats(model, export, first)
+    if first.entropy.problems:
+        _check_entropy(model, export, first)
     first.functions.replace_calls(first.exported.graph_module)
     for graph in _graphs(first.exported):
         check_generators(graph)
@@ -35,13 +37,22 @@ class _Traced:
     exported: ExportedProgram
     functions: AutogradFunctions
     observation: Observation
+    entropy: Entropy
 
 
-def _traced(model: nn.Module, export: Callable[[], ExportedProgram]) -> _Traced:
-    functions = AutogradFunctions()
-    with functions.recorded(), refused_in_forward(), refused_outside_values(model), observed(model) as observation:
+def _traced(model: nn.Module, export: Callable[[], ExportedProgram], random_bytes: int | None = None) -> _Traced:
+    functions, entropy = AutogradFunctions(), Entropy(random_bytes)
+    outside = refused_outside_values(model, entropy)
+    with functions.recorded(), refused_in_forward(), outside, observed(model) as observation:
         exported = export()
-    return _Traced(exported, functions, observation)
+    return _Traced(exported, functions, observation, entropy)
+
+
+def _check_entropy(model: nn.Module, export: Callable[[], ExportedProgram], first: _Traced) -> None:
+    """Raise CaptureError unless the program is the same whatever random bytes the model's code draws."""
+    for random_bytes in (0, 255):
+        if _written(_traced(model, export, random_bytes).exported) != _written(first.exported):
+            raise CaptureError(first.entropy.problems[0])
 
 
 def _check_repeats(model: nn.Module, export: Callable[[], ExportedProgram], first: _Traced) -> None:
@@ -84,7 +95,7 @@ def _written(exported: ExportedProgram) -> tuple:
     """A comparable description of a program: equal for two programs that do the same."""
     nodes = [(n.op, n.name, str(n.target), str(n.args), str(n.kwargs)) for g in _graphs(exported) for n in g.nodes]
     constants = {
-        name: str(value) if isinstance(value, FakeTensor) or value.is_meta else value.tolist()
+        name: value.tolist() if has_values(value) else (value.shape, value.dtype)
         for name, value in exported.constants.items()
         if isinstance(value, torch.Tensor)
     }

@@ -1,4 +1,8 @@
-"""Refuse clocks, entropy and seeds: a forward reads them each time, but a captured program would repeat one value."""
+"""Refuse clocks, entropy and seeds: a forward reads them each time, but a captured program would repeat one value.
+
+Entropy that only makes names, as einx does for unnamed axes, changes nothing: the program must be the same under three
+draws.
+"""
 
 import os
 import random
@@ -6,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -21,14 +26,36 @@ from auto3d.capture.python_state import user_modules
 _FROZEN = "a captured program would repeat the same value in every iteration; {}"
 _CLOCK = f"reads a clock{{line}}: {_FROZEN.format('read it outside of forward')}"
 _ENTROPY = f"draws random bytes{{line}}: {_FROZEN.format('draw with torch, as in torch.rand, there')}"
+_COUNTED = 4  # last bytes of a draw that tell it from another one, so that names stay different
 _SEED = "reads or sets torch's random seed{line}: the plan seeds every random operation; remove it there"
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
+_urandom = os.urandom  # before it is replaced
 _SEEDS = ("manual_seed", "seed", "initial_seed", "set_rng_state")
 
 
+@dataclass
+class Entropy:
+    """Random bytes for the model's code: the operating system's, or made of one byte, which decides comparisons."""
+
+    made_of: int | None = None
+    problems: list[str] = field(default_factory=list)  # what to say of each draw, if it matters
+    _draws: int = 0
+
+    def draw(self, number: int) -> bytes:
+        if self.made_of is None:
+            return _urandom(number)
+        self._draws += 1
+        counted = min(_COUNTED, number - _COUNTED) if number > _COUNTED else 0
+        different = (self._draws % 256**_COUNTED).to_bytes(_COUNTED, "big")[_COUNTED - counted :]
+        return bytes([self.made_of]) * (number - counted) + bytes(self.made_of ^ each for each in different)
+
+
 @contextmanager
-def refused_outside_values(model: nn.Module) -> Iterator[None]:
-    """Inside, raise CaptureError where the code of ``model`` reads a clock, draws entropy, or reads or sets a seed."""
+def refused_outside_values(model: nn.Module, entropy: Entropy) -> Iterator[None]:
+    """Inside, raise CaptureError where the code of ``model`` reads a clock, or reads or sets a seed.
+
+    Where it draws random bytes, they come from ``entropy``, which notes it.
+    """
     problems = [
         *((time, name, _CLOCK) for name in _CLOCKS),
         (os, "urandom", _ENTROPY),
@@ -36,7 +63,7 @@ def refused_outside_values(model: nn.Module) -> Iterator[None]:
         *((owner, name, _SEED) for owner in (torch, torch.random) for name in _SEEDS),
         *((torch.cuda, name, _SEED) for name in ("manual_seed", "manual_seed_all")),
     ]
-    refusing = {id(original): _refusing(original, problem) for original, problem in _originals(problems)}
+    refusing = {id(original): _refusing(original, problem, entropy) for original, problem in _originals(problems)}
     with ExitStack() as stack:
         for owner, name, _ in problems:
             stack.enter_context(patch.object(owner, name, refusing[id(getattr(owner, name))]))
@@ -62,12 +89,16 @@ def _originals(problems: list[tuple[Any, str, str]]) -> Iterator[tuple[Callable,
         yield getattr(owner, name), problem
 
 
-def _refusing(original: Callable, problem: str) -> Callable:
+def _refusing(original: Callable, problem: str, entropy: Entropy) -> Callable:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if get_proxy_mode() is not None:
             frame = _caller(sys._getframe(1), through_library=problem is _ENTROPY)
             if frame is not None and is_model_code(frame.f_code.co_filename):
-                raise CaptureError(f"the model {problem.format(line=frame_line(frame))}")
+                said = f"the model {problem.format(line=frame_line(frame))}"
+                if problem is not _ENTROPY:
+                    raise CaptureError(said)
+                entropy.problems.append(said)
+                return entropy.draw(*args)
         return original(*args, **kwargs)
 
     return refuse

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from auto3d.capture.errors import error_line
 from auto3d.capture.foreign import SET_DATA, ForeignWeights, LostValueError
+from auto3d.capture.held import map_held
 from auto3d.errors import InputError
 
 _INITIALISATIONS = (nn.init.normal_, nn.init.uniform_, nn.init.constant_, nn.init.kaiming_uniform_)
@@ -90,6 +91,7 @@ def _for_real(build: Callable[[], nn.Module], seed: int) -> Skeleton:
         raise LostValueError(f"{error}{error_line(error)}") from None
     names = _names(model, registered)
     moved = _Moved()
+    map_held(model, lambda _, tensor: tensor, moved)
     for module in model.modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             setattr(module, name, moved(tensor))
@@ -111,7 +113,7 @@ class _Moved:
         self._storages: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = {}
 
     @torch.no_grad()
-    def __call__(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    def __call__(self, tensor: torch.Tensor | None) -> Any:
         if tensor is None or tensor.is_meta:
             return tensor
         if tensor not in self._moved:

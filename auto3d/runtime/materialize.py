@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from auto3d.allocator import return_freed_memory
-from auto3d.capture.empty import buffers_of
 from auto3d.capture.errors import error_line
 from auto3d.capture.foreign import ForeignWeights, LostValueError
+from auto3d.capture.held import buffers_of
 from auto3d.capture.shard import Shard
 from auto3d.capture.skeleton import seeded, skeleton
 from auto3d.errors import InputError

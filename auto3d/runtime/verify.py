@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.autocast import PRECISIONS
-from auto3d.capture.empty import buffers_of, moved
 from auto3d.capture.errors import CaptureError, is_model_code
+from auto3d.capture.held import buffers_of, moved
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.traced_branches import questions
 from auto3d.data import Batches, DataSettings
@@ -192,8 +192,9 @@ def loss_of(output: Any) -> torch.Tensor:
 
 def _restore(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
-        for name, buffer in buffers_of(model).items():
-            buffer.copy_(buffers[name])
+        present = buffers_of(model)
+        for name, buffer in buffers.items():  # forward may have put further tensors into attributes
+            present[name].copy_(buffer)
 
 
 def _run_program(

@@ -11,8 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from auto3d.capture.block_state import OF_EVERY_MODULE
-from auto3d.capture.empty import EmptyModel, buffers_of, empty_model
+from auto3d.capture.empty import EmptyModel, empty_model
 from auto3d.capture.export import InputSpec, quiet_torch
+from auto3d.capture.held import buffers_of
 from auto3d.capture.skeleton import keep_gradient_hooks
 from auto3d.errors import InputError
 

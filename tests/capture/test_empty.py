@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from auto3d.capture.empty import buffers_of, moved
 from auto3d.capture.errors import CaptureError
 from auto3d.capture.export import InputSpec
+from auto3d.capture.held import buffers_of, moved
 from auto3d.capture.model import capture
 from auto3d.capture.skeleton import skeleton
 from tests.capture.one_stage import assert_equal_to_eager
@@ -170,3 +170,43 @@ def test_an_initialisation_that_has_no_values_runs_once_for_equal_tensors(monkey
     monkeypatch.setattr(torch.nn.init, "_no_grad_normal_", counted)
     skeleton(lambda: nn.ModuleList([nn.Embedding(rows, 3) for rows in (4, 4, 5, 4)]))
     assert ran == [(4, 3), (5, 3)]
+
+
+class KeepsParametersInLists(Layers):
+    """Parameters that a list, a dict and an attribute have too, beside the module that registered them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.many = [self.scale, {"bias": self.second.bias}]
+        self.__dict__["aside"] = self.first.weight
+
+    def between(self, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        return self.second(h) * self.many[0] + self.many[1]["bias"] + h @ self.aside
+
+
+def test_registered_parameters_in_containers():
+    captured = assert_equal_to_eager(KeepsParametersInLists, X)
+    assert {"scale", "second.bias", "first.weight"} <= captured.graph.trained
+
+
+@torch.jit.script
+def snake(x: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    flat = x.reshape(x.shape[0], x.shape[1], -1)
+    return (flat + (alpha + 1e-9).reciprocal() * torch.sin(alpha * flat).pow(2)).reshape(x.shape)
+
+
+class Scripted(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.full((WIDTH, 1), 0.5))
+
+    def between(self, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        first = snake(x, self.alpha)  # without a gradient for x, for which the compiler makes a version of its own
+        for _ in range(3):
+            h = snake(self.second(h), self.alpha)
+        return first + h
+
+
+def test_gradients_pass_through_functions_that_torch_compiled():
+    assert {"first.weight", "alpha"} <= assert_equal_to_eager(Scripted, X).graph.trained

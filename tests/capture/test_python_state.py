@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import os
 import random
 import time
 import uuid
@@ -167,6 +168,20 @@ class Entropy(Layer):
         return uuid.uuid4().int % 7  # refused
 
 
+class EntropyInBranch(Layer):
+    def scale(self, x):
+        return 2 if os.urandom(1)[0] < 3 else 1  # refused
+
+
+class EntropyInNames(Layer):
+    """Draws names, all of which differ, and uses none of them as a number."""
+
+    def scale(self, x):
+        sizes = {f"axis {uuid.uuid4()}": size for size in (2, 3)}
+        assert len(sizes) == 2
+        return sum(sizes.values())
+
+
 class Seeds(Layer):
     def scale(self, x):
         torch.manual_seed(1)  # refused
@@ -219,6 +234,7 @@ PLACE = "test_python_state.py, line"
         (Clock, ["reads a clock"]),
         (ImportedClock, ["reads a clock"]),
         (Entropy, ["random bytes"]),
+        (EntropyInBranch, ["random bytes"]),
         (Seeds, ["torch's random seed"]),
     ],
 )
@@ -261,7 +277,7 @@ class Warns(Layer):
         return 1
 
 
-@pytest.mark.parametrize("model", [CachesSize, ShowsOutput, SeedsPython, Warns])
+@pytest.mark.parametrize("model", [CachesSize, ShowsOutput, SeedsPython, Warns, EntropyInNames])
 def test_what_every_forward_does_alike_is_captured(model):
     assert capture(model, ROWS, 3).graph.trained == {"layer.weight", "layer.bias"}
 

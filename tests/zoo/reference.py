@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from auto3d.capture.describe import is_random
-from auto3d.capture.empty import buffers_of
+from auto3d.capture.held import buffers_of
 from auto3d.capture.model import CapturedModel
 from auto3d.data import Batches
 from auto3d.runtime.optimizer import build_optimizer
