@@ -1,23 +1,26 @@
 """The check of tensor-parallel programs: right ones pass; a wrong placement is refused with the first wrong value."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
+from auto3d.capture.model import capture
 from auto3d.derived import halves
 from auto3d.derived.halves import sub_pipelined
 from auto3d.derived.model import Derived
 from auto3d.derived.of_share import derived
 from auto3d.derived.planned_split import planned_split
 from auto3d.derived.shards import tensor_parallel
+from auto3d.runtime import verify_shards
 from auto3d.runtime.verify_shards import ShardsDifferError, check_shards
 from auto3d.share import Share
 from auto3d.tensor.collectives import CONVERSIONS, operator_of
-from tests.models import TRAINED, captured
+from tests.models import FEATURES, TRAINED, InputField, captured
 from tests.soak import soak
 
 check = partial(check_shards, seed=3, device=torch.device("cpu"))
@@ -31,6 +34,31 @@ MAGNIFIES_ROUNDING = "resnet"
 def test_a_model_that_magnifies_rounding_is_refused():
     with pytest.raises(ShardsDifferError, match=r"first in blocks_\w+_batch_norm"):
         check(tensor_parallel(captured(MAGNIFIES_ROUNDING, 2), 2), TRAINED[MAGNIFIES_ROUNDING][1])
+
+
+class Normalised(nn.Module):
+    """Layers with statistics of eight numbers, which magnify rounding beyond the bound, by less than a hundred."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.relu(nn.functional.batch_norm(layer(x), None, None, training=True))
+        return x.square().mean()
+
+
+def test_float64_tells_magnified_rounding_from_a_wrong_placement(monkeypatch):
+    data = replace(FEATURES, inputs={"x": InputField(kind="normal", shape=(4, 2, 2))})
+    right = tensor_parallel(capture(Normalised, data.input_specs(), 2), 2)
+    check(right, data)
+    aten = torch.ops.aten
+    with pytest.raises(ShardsDifferError, match="differs by"):  # by as little as rounding does
+        check(changed(right, aten.relu.default, -2, aten.leaky_relu.default, 1e-4), data)
+    monkeypatch.setattr(verify_shards, "_is_rounding", lambda *_: False)
+    with pytest.raises(ShardsDifferError, match="differs by"):
+        check(right, data)
 
 
 # In bfloat16 another ResNet comes near the bound: whether it is refused depends on the processor's convolutions.
@@ -56,18 +84,22 @@ def test_shards_equal_the_whole_program(model, sequence_parallel):
     check(tensor_parallel(whole, 2, sequence_parallel=sequence_parallel), TRAINED[model][1])
 
 
-def without(model: Derived, conversion: str, which: int) -> Derived:
-    """``model`` without the communication of number ``which`` of these conversions."""
+def changed(model: Derived, operator: object, which: int, target: Callable, *arguments: float) -> Derived:
+    """``model`` with ``target`` in place of call number ``which`` of ``operator``, on its first argument."""
     program = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     program.output(program.graph_copy(model.program.exported.program, copied))
     for node, copy in copied.items():
         copy.name = node.name
-    operator = operator_of(CONVERSIONS[conversion])
-    left_out = [copied[node] for node in model.program.exported.program.nodes if node.target is operator][which]
-    left_out.target, left_out.args = torch.ops.aten.alias.default, left_out.args[:1]
+    call = [copied[node] for node in model.program.exported.program.nodes if node.target is operator][which]
+    call.target, call.args = target, (*call.args[:1], *arguments)
     last = replace(model.program, exported=replace(model.program.exported, program=program))
     return replace(model, programs=(*model.programs[:-1], last))
+
+
+def without(model: Derived, conversion: str, which: int) -> Derived:
+    """``model`` without the communication of number ``which`` of these conversions."""
+    return changed(model, operator_of(CONVERSIONS[conversion]), which, torch.ops.aten.alias.default)
 
 
 @pytest.mark.parametrize(("conversion", "which"), [("reduce", 1), ("copy", -1)])
