@@ -309,9 +309,8 @@ def quiet_torch() -> Iterator[None]:
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
         with redirect_stderr(printed), warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", r"The tensor attributes? self\."
-            )  # one that forward sets is refused if read
+            # An attribute that forward sets is refused where a later forward reads it; torch need not say more.
+            warnings.filterwarnings("ignore", r"The tensor attributes? self\.")
             yield
         sys.stderr.write(printed.getvalue())  # without an error, the output is the model's
     finally:

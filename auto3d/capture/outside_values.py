@@ -35,11 +35,11 @@ _SEEDS = ("manual_seed", "seed", "initial_seed", "set_rng_state")
 
 @dataclass
 class Entropy:
-    """Random bytes for the model's code: the operating system's, or made of one byte, which decides comparisons."""
+    """Random bytes for the model's code: the operating system's or, to decide comparisons, all of one value."""
 
     made_of: int | None = None
     problems: list[str] = field(default_factory=list)  # what to say of each draw, if it matters
-    _draws: int = 0
+    _draws: int = field(default=0, init=False)
 
     def draw(self, number: int) -> bytes:
         if self.made_of is None:

@@ -192,9 +192,9 @@ def loss_of(output: Any) -> torch.Tensor:
 
 def _restore(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
-        present = buffers_of(model)
-        for name, buffer in buffers.items():  # forward may have put further tensors into attributes
-            present[name].copy_(buffer)
+        for name, buffer in buffers_of(model).items():
+            if name in buffers:  # forward may have put further tensors into attributes
+                buffer.copy_(buffers[name])
 
 
 def _run_program(
