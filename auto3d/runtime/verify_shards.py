@@ -86,39 +86,44 @@ def check_shards(model: Derived, data: DataSettings, *, seed: int, device: torch
 
 
 def _computed(
-    model: Derived, tensors: Tensors, batch: Tensors, device: torch.device
+    model: Derived, tensors: Tensors, batch: Tensors, device: torch.device, *, wide: bool = False
 ) -> tuple[list[Computed], Computed]:
-    """What the shards compute, and the whole program."""
-    state, in_slices = _state_of(model.whole, tensors, device), model.share.slices > 1
+    """What the shards compute, and the whole program; ``wide``: in float64 where it is in float32."""
+    if wide:
+        batch = {name: _widened(value) for name, value in batch.items()}
+    state, in_slices = _state_of(model.whole, tensors, device, wide=wide), model.share.slices > 1
     whole = run_whole(model.whole, state, batch, device) if in_slices else _run(model.whole, state, batch, device)
-    return Lockstep[Computed](model.share.tp).run(partial(_run_shard, model, tensors, batch, device)), whole
+    run = partial(_run_shard, model, tensors, batch, device, wide)
+    return Lockstep[Computed](model.share.tp).run(run), whole
 
 
 def _is_rounding(model: Derived, tensors: Tensors, batch: Tensors, device: torch.device) -> bool:
     """Whether shards and whole program agree in float64, so that what differs in float32 is rounding."""
     if coarseness_of(model.whole) > 1:
         return False
-    wide, wide_batch = ({name: _doubled(value) for name, value in each.items()} for each in (tensors, batch))
     try:
-        outcomes, whole = _computed(model, wide, wide_batch, device)
+        outcomes, whole = _computed(model, tensors, batch, device, wide=True)
     except RuntimeError:  # an operation has float32 written into it
         return False
     return _difference(model, outcomes, whole, _FLOAT64) is None
 
 
-def _doubled(tensor: torch.Tensor) -> torch.Tensor:
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if tensor.dtype == torch.float32 else tensor
 
 
-def _state_of(captured: CapturedModel, tensors: Tensors, device: torch.device) -> dict[str, torch.Tensor]:
+def _state_of(
+    captured: CapturedModel, tensors: Tensors, device: torch.device, *, wide: bool = False
+) -> dict[str, torch.Tensor]:
     """The state of the program: copies of ``tensors``, and its constants."""
     graph = captured.graph
-    wide = any(tensor.dtype == torch.float64 for tensor in tensors.values())
-    state = {
-        name: (_doubled(value) if wide else value).to(device) for name, value in captured.exported.constants.items()
-    }
-    for name in (*graph.parameters, *graph.buffers):
-        state[name] = tensors[name].detach().clone().requires_grad_(name in graph.trained)
+    names = (*graph.parameters, *graph.buffers)
+    state = {name: value.to(device) for name, value in captured.exported.constants.items()}
+    state |= {name: tensors[name].detach().clone() for name in names}
+    if wide:
+        state = {name: _widened(value) for name, value in state.items()}
+    for name in names:
+        state[name].requires_grad_(name in graph.trained)
     return state
 
 
@@ -135,10 +140,10 @@ def _split(model: Derived, name: str) -> Any:
 
 
 def _run_shard(
-    model: Derived, tensors: Tensors, batch: Tensors, device: torch.device, group: LockstepGroup
+    model: Derived, tensors: Tensors, batch: Tensors, device: torch.device, wide: bool, group: LockstepGroup
 ) -> Computed:
     with torch.no_grad():
-        state = _state_of(model.program, _shards_of(model, tensors, group.shard), device)
+        state = _state_of(model.program, _shards_of(model, tensors, group.shard), device, wide=wide)
     of_shard = _DrawnTogether(model=model, group=group)
     if model.share.slices > 1:
         return run_slices(model, state, batch, device, of_shard)

@@ -61,6 +61,23 @@ def test_float64_tells_magnified_rounding_from_a_wrong_placement(monkeypatch):
         check(right, data)
 
 
+class HoldsFloat64(nn.Module):
+    """A model in float32 with a constant, beside a buffer in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.register_buffer("scale", torch.full((16,), 0.5, dtype=torch.float64))
+
+    def forward(self, features: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(features) * self.scale.float() + torch.tensor([0.5] * 16)
+        return nn.functional.cross_entropy(self.second(torch.tanh(hidden)), label)
+
+
+def test_a_model_that_holds_float64_is_compared_in_its_own_types():
+    check(tensor_parallel(capture(HoldsFloat64, FEATURES.input_specs(), 2), 2), FEATURES)
+
+
 # In bfloat16 another ResNet comes near the bound: whether it is refused depends on the processor's convolutions.
 NEAR_THE_BOUND = "resnet-transformers@bfloat16"
 # The models of tests/distributed/test_tensor_grid.py, which trains them on real ranks, are not among the first.
