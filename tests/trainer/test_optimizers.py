@@ -1,6 +1,6 @@
 """Optimizers and schedules of a script, under pipelines and on one transformers process; and those that are refused."""
 
-from functools import partial
+from functools import cache, partial
 from math import prod
 
 import numpy as np
@@ -118,7 +118,7 @@ class Adds(transformers.TrainerCallback):
             lr_scheduler.lr_lambdas.append(lambda step: 1 / step)
 
 
-EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}  # takes as long again, so only where the loss matters
+EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}  # takes as long again, so CI does only where the loss matters
 SCRIPTS = {  # name -> the script's optimizer of its model with a schedule, its methods, its arguments
     "groups, and the schedule of the arguments": (
         lambda model: (by_layer(model), None),
@@ -178,11 +178,12 @@ def numbers(trainer):
     return [entry[key] for entry in trainer.state.log_history for key in keys if key in entry]
 
 
-def trained(world, folder, port, *classes, names, **degrees):
+def trained(world, folder, port, *classes, names, evaluates, **degrees):
     begin(world, folder, port, ours=not classes, **degrees)
     found = {}
     for name in names:
-        trainer = made(name, *classes, gradient_accumulation_steps=4 // degrees.get("dp", 1))
+        options = {"gradient_accumulation_steps": 4 // degrees.get("dp", 1)} | (EVALUATES if evaluates else {})
+        trainer = made(name, *classes, **options)
         trainer.train()
         weights = {key: value.detach().numpy() for key, value in trainer.model.named_parameters()}
         groups = [
@@ -196,23 +197,44 @@ def trained(world, folder, port, *classes, names, **degrees):
 SHARES = [[*SCRIPTS][first::4] for first in range(4)]  # each takes far less than the time-out of an answer
 
 
-@pytest.mark.parametrize("names", SHARES, ids=", ".join)
+@pytest.fixture(scope="module")
+def in_one_process(processes, tmp_path_factory):
+    classes = transformers.Trainer, transformers.TrainingArguments
+
+    @cache
+    def run(evaluates):
+        folder, one = tmp_path_factory.mktemp("one"), {}
+        for names in SHARES:
+            one |= processes.run(1, partial(trained, names=names, evaluates=evaluates), folder, None, *classes)[0]
+        return one
+
+    return run
+
+
 @pytest.mark.parametrize(
-    "degrees",
-    [{"pp": 2}, *soak({"tp": 2}, {"dp": 2, "pp": 2, "shard_optimizer": True})],
+    ("degrees", "evaluates"),
+    [
+        ({"pp": 2}, False),
+        *soak(({"pp": 2}, True), ({"tp": 2}, True), ({"dp": 2, "pp": 2, "shard_optimizer": True}, True)),
+    ],
     ids=str,
 )
-def test_an_optimizer_of_the_script_updates_as_in_one_transformers_process(degrees, names, processes, tmp_path):
-    classes = transformers.Trainer, transformers.TrainingArguments
-    (one,) = processes.run(1, partial(trained, names=names), tmp_path, None, *classes)
-    assert len({tuple(found) for found, *_ in one.values()}) == len(one), "each is another training"
+def test_an_optimizer_of_the_script_updates_as_in_one_transformers_process(
+    degrees, evaluates, in_one_process, processes, tmp_path
+):
+    """``evaluates``: each script does; otherwise only those that need it."""
+    one = in_one_process(evaluates)
     ranks = prod(value for key, value in degrees.items() if key in ("dp", "tp", "pp"))
-    for each in processes.run(ranks, partial(trained, names=names, **degrees), tmp_path, free_port()):
-        for name, (found, weights, groups) in one.items():
-            assert each[name][0] == pytest.approx(found, rel=1e-4), name
-            assert each[name][2] == groups, name
-            for key, value in weights.items():
-                assert each[name][1][key] == pytest.approx(value, rel=1e-3, abs=2e-5), (name, key)
+    assert len({tuple(found) for found, *_ in one.values()}) == len(one), "each is another training"
+    for names in SHARES:
+        ours = partial(trained, names=names, evaluates=evaluates, **degrees)
+        for each in processes.run(ranks, ours, tmp_path, free_port()):
+            for name in names:
+                found, weights, groups = one[name]
+                assert each[name][0] == pytest.approx(found, rel=1e-4), name
+                assert each[name][2] == groups, name
+                for key, value in weights.items():
+                    assert each[name][1][key] == pytest.approx(value, rel=1e-3, abs=2e-5), (name, key)
 
 
 RESUMED = ("a schedule for each group", "a cycle of momentum", "a schedule of milestones", "methods")
@@ -222,12 +244,12 @@ def resumed(world, folder, port):
     begin(world, folder, port)
     pairs = []
     for name in RESUMED:
-        output = {"output_dir": name.replace(" ", "-"), "save_steps": 4}
+        output = {"output_dir": name.replace(" ", "-"), "save_steps": 4} | EVALUATES
         whole = made(name, save_strategy="steps", **output)
         whole.train()
         again = made(name, **output)
         again.train(resume_from_checkpoint=f"{output['output_dir']}/checkpoint-4")
-        pairs.append((name, numbers(whole)[-6:], numbers(again)[-6:]))
+        pairs.append((name, numbers(whole)[-8:], numbers(again)[-8:]))
     return pairs
 
 
