@@ -24,7 +24,7 @@ def trace(model: nn.Module, export: Callable[[], ExportedProgram]) -> ExportedPr
     first = _traced(model, export)
     if first.observation.changes:
         _check_repeats(model, export, first)
-    if first.entropy.problems:
+    if first.entropy.refusals:
         _check_entropy(model, export, first)
     first.functions.replace_calls(first.exported.graph_module)
     for graph in _graphs(first.exported):
@@ -50,9 +50,10 @@ def _traced(model: nn.Module, export: Callable[[], ExportedProgram], random_byte
 
 def _check_entropy(model: nn.Module, export: Callable[[], ExportedProgram], first: _Traced) -> None:
     """Raise CaptureError unless the program is the same whatever random bytes the model's code draws."""
+    written = _written(first.exported)
     for random_bytes in (0, 255):
-        if _written(_traced(model, export, random_bytes).exported) != _written(first.exported):
-            raise CaptureError(first.entropy.problems[0])
+        if _written(_traced(model, export, random_bytes).exported) != written:
+            raise CaptureError(first.entropy.refusals[0])
 
 
 def _check_repeats(model: nn.Module, export: Callable[[], ExportedProgram], first: _Traced) -> None:

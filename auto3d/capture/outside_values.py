@@ -26,11 +26,10 @@ from auto3d.capture.python_state import user_modules
 _FROZEN = "a captured program would repeat the same value in every iteration; {}"
 _CLOCK = f"reads a clock{{line}}: {_FROZEN.format('read it outside of forward')}"
 _ENTROPY = f"draws random bytes{{line}}: {_FROZEN.format('draw with torch, as in torch.rand, there')}"
-_COUNTED = 4  # last bytes of a draw that tell it from another one, so that names stay different
 _SEED = "reads or sets torch's random seed{line}: the plan seeds every random operation; remove it there"
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
-_urandom = os.urandom  # before it is replaced
 _SEEDS = ("manual_seed", "seed", "initial_seed", "set_rng_state")
+_COUNTED = 4  # last bytes of a draw that tell it from another one, so that names stay different
 
 
 @dataclass
@@ -38,16 +37,15 @@ class Entropy:
     """Random bytes for the model's code: the operating system's or, to decide comparisons, all of one value."""
 
     made_of: int | None = None
-    problems: list[str] = field(default_factory=list)  # what to say of each draw, if it matters
-    _draws: int = field(default=0, init=False)
+    refusals: list[str] = field(default_factory=list, init=False)  # one for each draw, should it matter
 
-    def draw(self, number: int) -> bytes:
+    def draw(self, original: Callable[[int], bytes], number: int) -> bytes:
+        """As many bytes; ``original`` draws from the operating system."""
         if self.made_of is None:
-            return _urandom(number)
-        self._draws += 1
-        counted = min(_COUNTED, number - _COUNTED) if number > _COUNTED else 0
-        different = (self._draws % 256**_COUNTED).to_bytes(_COUNTED, "big")[_COUNTED - counted :]
-        return bytes([self.made_of]) * (number - counted) + bytes(self.made_of ^ each for each in different)
+            return original(number)
+        counted = max(0, min(_COUNTED, number - _COUNTED))
+        count = (len(self.refusals) % 256**counted).to_bytes(counted, "big")
+        return bytes(self.made_of ^ each for each in bytes(number - counted) + count)
 
 
 @contextmanager
@@ -94,11 +92,11 @@ def _refusing(original: Callable, problem: str, entropy: Entropy) -> Callable:
         if get_proxy_mode() is not None:
             frame = _caller(sys._getframe(1), through_library=problem is _ENTROPY)
             if frame is not None and is_model_code(frame.f_code.co_filename):
-                said = f"the model {problem.format(line=frame_line(frame))}"
+                refusal = f"the model {problem.format(line=frame_line(frame))}"
                 if problem is not _ENTROPY:
-                    raise CaptureError(said)
-                entropy.problems.append(said)
-                return entropy.draw(*args)
+                    raise CaptureError(refusal)
+                entropy.refusals.append(refusal)
+                return entropy.draw(original, *args)
         return original(*args, **kwargs)
 
     return refuse
