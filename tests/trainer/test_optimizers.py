@@ -1,6 +1,6 @@
 """Optimizers and schedules of a script, under pipelines and on one transformers process; and those that are refused."""
 
-from functools import cache, partial
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -118,7 +118,6 @@ class Adds(transformers.TrainerCallback):
             lr_scheduler.lr_lambdas.append(lambda step: 1 / step)
 
 
-EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}  # takes as long again, so CI does only where the loss matters
 SCRIPTS = {  # name -> the script's optimizer of its model with a schedule, its methods, its arguments
     "groups, and the schedule of the arguments": (
         lambda model: (by_layer(model), None),
@@ -141,15 +140,10 @@ SCRIPTS = {  # name -> the script's optimizer of its model with a schedule, its 
         lambda model: (None, None),
         Nothing,
         {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5}}
-        | {"metric_for_best_model": "eval_loss"}
-        | EVALUATES,
+        | {"metric_for_best_model": "eval_loss"},
     ),
     "numbers that a callback sets": (lambda model: (None, None), Nothing, {"callbacks": [Sets()], "weight_decay": 0.1}),
-    "a pipeline that is built again": (
-        with_milestones,
-        Nothing,
-        {"callbacks": [Rebuilds()], "max_steps": 5} | EVALUATES,
-    ),
+    "a pipeline that is built again": (with_milestones, Nothing, {"callbacks": [Rebuilds()], "max_steps": 5}),
     "a class": (
         lambda model: (None, None),
         Nothing,
@@ -163,7 +157,7 @@ def made(name, *classes, **options):
     optimizers, methods, of_script = SCRIPTS[name]
     trainer, arguments = classes or (Trainer, TrainingArguments)
     model = small.llama()
-    defaults = {"max_steps": 6, "lr_scheduler_type": "linear"}
+    defaults = {"max_steps": 6, "lr_scheduler_type": "linear", "eval_strategy": "steps", "eval_steps": 2}
     return small.trainer(
         model,
         eval_dataset=small.with_labels(small.rows(8)),
@@ -178,12 +172,11 @@ def numbers(trainer):
     return [entry[key] for entry in trainer.state.log_history for key in keys if key in entry]
 
 
-def trained(world, folder, port, *classes, names, evaluates, **degrees):
+def trained(world, folder, port, *classes, names, **degrees):
     begin(world, folder, port, ours=not classes, **degrees)
     found = {}
     for name in names:
-        options = {"gradient_accumulation_steps": 4 // degrees.get("dp", 1)} | (EVALUATES if evaluates else {})
-        trainer = made(name, *classes, **options)
+        trainer = made(name, *classes, gradient_accumulation_steps=4 // degrees.get("dp", 1))
         trainer.train()
         weights = {key: value.detach().numpy() for key, value in trainer.model.named_parameters()}
         groups = [
@@ -200,37 +193,28 @@ SHARES = [[*SCRIPTS][first::4] for first in range(4)]  # each takes far less tha
 @pytest.fixture(scope="module")
 def in_one_process(processes, tmp_path_factory):
     classes = transformers.Trainer, transformers.TrainingArguments
-
-    @cache
-    def run(evaluates):
-        folder, one = tmp_path_factory.mktemp("one"), {}
-        for names in SHARES:
-            one |= processes.run(1, partial(trained, names=names, evaluates=evaluates), folder, None, *classes)[0]
-        return one
-
-    return run
+    folder, one = tmp_path_factory.mktemp("one"), {}
+    for names in SHARES:
+        one |= processes.run(1, partial(trained, names=names), folder, None, *classes)[0]
+    return one
 
 
 @pytest.mark.parametrize(
-    ("degrees", "evaluates"),
-    [
-        ({"pp": 2}, False),
-        *soak(({"pp": 2}, True), ({"tp": 2}, True), ({"dp": 2, "pp": 2, "shard_optimizer": True}, True)),
-    ],
+    "degrees",
+    [{"pp": 2}, *soak({"tp": 2}, {"dp": 2, "pp": 2, "shard_optimizer": True})],
     ids=str,
 )
 def test_an_optimizer_of_the_script_updates_as_in_one_transformers_process(
-    degrees, evaluates, in_one_process, processes, tmp_path
+    degrees, in_one_process, processes, tmp_path
 ):
-    """``evaluates``: each script does; otherwise only those that need it."""
-    one = in_one_process(evaluates)
     ranks = prod(value for key, value in degrees.items() if key in ("dp", "tp", "pp"))
-    assert len({tuple(found) for found, *_ in one.values()}) == len(one), "each is another training"
+    assert len({tuple(found) for found, *_ in in_one_process.values()}) == len(in_one_process), (
+        "each is another training"
+    )
     for names in SHARES:
-        ours = partial(trained, names=names, evaluates=evaluates, **degrees)
-        for each in processes.run(ranks, ours, tmp_path, free_port()):
+        for each in processes.run(ranks, partial(trained, names=names, **degrees), tmp_path, free_port()):
             for name in names:
-                found, weights, groups = one[name]
+                found, weights, groups = in_one_process[name]
                 assert each[name][0] == pytest.approx(found, rel=1e-4), name
                 assert each[name][2] == groups, name
                 for key, value in weights.items():
@@ -244,7 +228,7 @@ def resumed(world, folder, port):
     begin(world, folder, port)
     pairs = []
     for name in RESUMED:
-        output = {"output_dir": name.replace(" ", "-"), "save_steps": 4} | EVALUATES
+        output = {"output_dir": name.replace(" ", "-"), "save_steps": 4}
         whole = made(name, save_strategy="steps", **output)
         whole.train()
         again = made(name, **output)
