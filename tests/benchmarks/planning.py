@@ -1,28 +1,37 @@
-"""`auto3d plan` at real sizes: python -m tests.benchmarks.planning [NAME…]
+"""`auto3d plan` at real sizes: python -m tests.benchmarks.planning [--beside COMMIT] [NAME…]
 
 Plans each recipe of real size, a mixed cluster of 512 GPUs, and each public model of recipes/public/, in a process of
 its own: first with an empty cache, then with the cache of the first. Reports processor time with all child processes
 and the peak memory of the largest process; and, from another run with --json, which also makes the plans of a sweep
 ready to run, what the search looked at, simulated and left out, and the best plan. Prints the table and, without names,
 writes it to results/search/planning.md.
+
+``--beside COMMIT`` writes results/search/planning-beside.md: the processor time of cold plans here and at another
+commit, which run at once and so meet the same machine: the ratio holds where seconds do not.
 """
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 from tabulate import tabulate
 
 from launch.report.release import Target
+from tests.release.records import commit_here
 from tests.targets import end
 
 FILE = Path("results/search/planning.md")
+BESIDE = Path("results/search/planning-beside.md")
+ROUNDS = 3  # of both commits at once
 REAL = (
     "gpt1.4b", "gpt2.5b", "gpt8.3b", "gpt20b", "gpt175b", "bert48", "gpt2-64", "llama3-8b", "llama3-70b", "t5-11b",
     "vit-22b",
@@ -46,6 +55,16 @@ Made by `python -m tests.benchmarks.planning`: `auto3d plan RECIPE`, and `gpt20b
 measured. Seconds are processor time of the whole command with its child processes, with an empty cache and with that of
 the first run; GiB is the peak memory of its largest process with an empty cache. What a search left out takes longer
 than the twenty plans that it shows, unless something ended it.
+
+{table}
+"""
+
+
+BESIDE_TEXT = """# Planning beside an earlier commit
+
+Made by `python -m tests.benchmarks.planning --beside {other} {names}` at {here}. Processor seconds of `auto3d plan`
+with an empty cache and with child processes, medians of {rounds} runs; "there" is {other}, which ran at the same times.
+A busy machine takes longer for both, so that only the ratios can be compared with other pages.
 
 {table}
 """
@@ -79,16 +98,27 @@ class Planned:
     error: str
 
 
-def plan(case: Case, cache: str, *options: str) -> Planned:
+def plan(case: Case, cache: str, *options: str, clone: Path = Path()) -> Planned:
+    """Run `auto3d plan` by the code of ``clone``."""
     command = [sys.executable, "-m", "launch.main", "plan", *case.command, *options]
     with TemporaryFile() as out, TemporaryFile() as errors:
-        process = subprocess.Popen(command, env=os.environ | {"AUTO3D_CACHE": cache}, stdout=out, stderr=errors)
+        environment = os.environ | {"AUTO3D_CACHE": cache}
+        process = subprocess.Popen(command, env=environment, cwd=clone, stdout=out, stderr=errors)
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         out.seek(0)
         errors.seek(0)
         error = errors.read().decode().strip().splitlines()[-1] if process.returncode else ""
         return Planned(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, out.read().decode(), error)
+
+
+def plan_cold(case: Case, clone: Path) -> float:
+    """Processor seconds of a plan with an empty cache."""
+    with TemporaryDirectory() as cache:
+        planned = plan(case, cache, clone=clone)
+    if planned.error:
+        raise SystemExit(f"{case.name}: {planned.error}")
+    return planned.processor_s
 
 
 def row(case: Case, cold: Planned, warm: Planned, record: Mapping[str, Any]) -> tuple[str, ...]:
@@ -102,12 +132,41 @@ def row(case: Case, cold: Planned, warm: Planned, record: Mapping[str, Any]) -> 
     return case.name, *figures, *map(str, [*counts, record["left"]["candidates"]]), record["ended_by"], found
 
 
+def compare(commit: str, cases: Sequence[Case]) -> str:
+    """The page of cold plans here and at ``commit``."""
+    rows = []
+    with TemporaryDirectory() as folder:
+        subprocess.run(["git", "clone", "--quiet", ".", folder], check=True)
+        subprocess.run(["git", "-C", folder, "checkout", "--quiet", commit], check=True)
+        for case in cases:
+            with ThreadPoolExecutor(2) as both:
+                pairs = [tuple(both.map(plan_cold, [case] * 2, [Path(), Path(folder)])) for _ in range(ROUNDS)]
+            here, there = (median(seconds) for seconds in zip(*pairs, strict=True))
+            ratios = sorted(mine / other for mine, other in pairs)
+            spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+            rows.append((case.name, f"{here:.1f}", f"{there:.1f}", f"{median(ratios):.2f}", spread))
+            print(*rows[-1], sep="  ", flush=True)
+    table = tabulate(
+        rows, ("recipe", "here (s)", "there (s)", "ratio", "range"), tablefmt="github", disable_numparse=True
+    )
+    names = " ".join(f'"{case.name}"' if " " in case.name else case.name for case in cases)
+    return BESIDE_TEXT.format(other=commit, names=names, here=commit_here(), rounds=ROUNDS, table=table)
+
+
 def main() -> None:
-    names = sys.argv[1:]
+    parser = ArgumentParser(prog="python -m tests.benchmarks.planning")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="cases; all if none is named")
+    parser.add_argument("--beside", metavar="COMMIT", help="compare cold plans with this commit")
+    options = parser.parse_args()
+    names = options.names
+    if unknown := set(names) - {case.name for case in CASES}:
+        parser.error(f"there is no {min(unknown)!r}; there are {', '.join(case.name for case in CASES)}")
+    cases = [case for case in CASES if not names or case.name in names]
+    if options.beside:
+        BESIDE.write_text(compare(options.beside, cases))
+        return
     rows, targets = [], []
-    for case in CASES:
-        if names and case.name not in names:
-            continue
+    for case in cases:
         with TemporaryDirectory() as cache:
             cold, warm, detailed = plan(case, cache), plan(case, cache), plan(case, cache, "--json")
         record = {} if cold.error else json.loads(detailed.printed)
