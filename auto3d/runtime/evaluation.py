@@ -78,6 +78,7 @@ def evaluate(
     assert training.flushed, "an evaluation comes between two iterations"
     if samples < 1:
         raise InputError(f"evaluation: found {samples} samples; it takes 1 or more")
+    training.rank.executor.use_weights(evaluation=True)
     with _random_states_kept(training.rank.device):
         return _evaluation(training.rank, outputs, loss=loss, at_once=at_once).run(data, samples, inputs)
 

@@ -16,6 +16,8 @@ from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.loss_scale import LossScale
 from auto3d.runtime.observer import StepObserver
 from auto3d.runtime.optimizer import Optimizers
+from auto3d.runtime.optimizer_class import averages, use_weights
+from auto3d.runtime.optimizer_state import note_weights
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
@@ -64,8 +66,11 @@ class Executor:
         loss_scale: LossScale | None = None,
         learning_rate: Callable[[int], float],
         incomplete: IncompleteBatches | None = None,
+        averages: bool = False,
     ) -> None:
         self._stages = stages
+        self._averages = averages  # whether an optimizer of any rank has other weights in evaluation
+        self.evaluates = False  # whether the parameters have these
         self._incomplete_batches = incomplete  # None: all global batches are complete
         self._incomplete: IncompleteBatch | None = None  # the global batch that runs, if it is incomplete
         self._of_short: Mapping[PipeStage, RunnableStage] = {} if incomplete is None else incomplete.stages
@@ -124,6 +129,32 @@ class Executor:
         for total, late_s in self._totals.remaining():
             yield self._result(self._late(total), late_s)
 
+    def use_weights(self, *, evaluation: bool) -> bool:
+        """Have the weights of evaluation, or those that are trained; returns whether these are others than before.
+
+        All ranks must call it, between two programs. It changes nothing unless an optimizer averages.
+        """
+        if not self._averages or evaluation == self.evaluates:
+            return False
+        self.evaluates = evaluation
+        self._sync.follow_weights()
+        for optimizer in self._averaging():
+            use_weights(optimizer, evaluation=evaluation)
+        self._gather({stage for stage, _ in self._stages})
+        return True
+
+    def note_weights(self, *, evaluation: bool) -> None:
+        """Go on from weights of evaluation, or from trained ones, that are in the parameters already."""
+        if self._averages and evaluation != self.evaluates:
+            self.evaluates = evaluation
+            for optimizer in self._averaging():
+                note_weights(optimizer, evaluation=evaluation)
+
+    def _averaging(self) -> Iterator[torch.optim.Optimizer]:
+        """The optimizers of this rank that have other weights in evaluation."""
+        for optimizers in self._optimizers.values():
+            yield from (optimizer for optimizer, _ in optimizers.values() if averages(type(optimizer)))
+
     def observe(self, observer: StepObserver | None) -> None:
         """From now on tell ``observer`` of each operation; None: nobody."""
         self._run_ahead.observer = observer
@@ -143,6 +174,7 @@ class Executor:
 
     def _start(self, program: Program, first_iteration: int) -> Program:
         """Begin ``program``, or what of it an incomplete global batch needs; returns that."""
+        self.use_weights(evaluation=False)
         batches = self._incomplete_batches
         self._incomplete = incomplete = None if batches is None else batches.of(first_iteration)
         if batches is not None:

@@ -204,6 +204,11 @@ class GradientSync:
                     for piece in self._weight_pieces(bucket):
                         self._gathers.append((all_gather(piece, self._groups[holders], holders.ranks), holders))
 
+    def follow_weights(self) -> None:
+        """Let the slices that this rank updates be those of the buffers that have the parameters now."""
+        for shard in self.shards.values():
+            shard.follow()
+
     def _weight_pieces(self, bucket: Bucket) -> list[torch.Tensor]:
         """The tensors that make up the weights of ``bucket``; each is gathered by one collective."""
         return [self.shards[bucket].weights()]

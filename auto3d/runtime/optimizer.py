@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from auto3d.errors import InputError
 from auto3d.runtime.offload import offloaded
-from auto3d.runtime.optimizer_class import FUSED, optimizer_class, traits_of
+from auto3d.runtime.optimizer_class import FUSED, make_optimizer, optimizer_class, traits_of
 from auto3d.runtime.optimizer_state import note_counts
 from auto3d.runtime.parameter_groups import UpdateRules
 from auto3d.runtime.run_ahead import RunAhead
@@ -89,11 +89,13 @@ def build_optimizer(
             shard.follow()
 
     if settings.offload and run_ahead is not None:
-        optimizer = offloaded(groups, lambda on_host: kind(on_host, **options), run_ahead, before_step=follow)
+        optimizer = offloaded(
+            groups, lambda on_host: make_optimizer(kind, on_host, options), run_ahead, before_step=follow
+        )
     else:
         if kind in FUSED and _have_fused_update(parameters):
             options["fused"] = True
-        optimizer = kind(groups, **options)
+        optimizer = make_optimizer(kind, groups, options)
         if shards:
             optimizer.register_step_pre_hook(follow)
     note_counts(optimizer, traits_of(settings).counts)

@@ -20,6 +20,11 @@ def check_optimizer(captured: CapturedModel, plan: Plan, settings: TrainingSetti
     check_schedule(optimizer, settings.iterations)
     if optimizer.offload and settings.device == "cpu" and settings.emulation is None:
         raise InputError("offload_optimizer: true, but ranks on CPUs hold the optimizer's state on the host; use false")
+    if optimizer.offload and (averaging := [rule.optimizer for rule in rules.values() if traits_of(rule).averages]):
+        raise InputError(
+            f"offload_optimizer: true, but {averaging[0]} has other weights in evaluation, to which only those on the "
+            "host would be switched; use false"
+        )
     check_updates(captured.graph, plan, rules)
 
 

@@ -1,7 +1,7 @@
 """Which class of optimizer a training uses, with which arguments; refuses those that it cannot run exactly."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -41,7 +41,8 @@ class Traits:
     """What steps of an optimizer on small parameters have shown."""
 
     dimensions: frozenset[int]  # numbers of dimensions of the parameters that it updates
-    counts: tuple[str, ...]  # numbers of its parameter groups that its steps change
+    counts: tuple[str, ...]  # numbers, of a parameter group or beside the state of parameters, that its steps change
+    averages: bool = False  # whether evaluation has other weights than training
 
 
 @contextmanager
@@ -53,6 +54,33 @@ def on_one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def averages(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether evaluation has other weights than training, such as averages; ``eval`` and ``train`` switch to them.
+
+    Schedule-free optimizers do (Defazio and others, 2024, "The road less scheduled", section 2).
+    """
+    return callable(getattr(kind, "eval", None)) and callable(getattr(kind, "train", None))
+
+
+def make_optimizer(
+    kind: type[torch.optim.Optimizer], parameters: Iterable[Any], arguments: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """An optimizer of ``parameters``, or of groups of them, that is ready for steps."""
+    optimizer = kind(parameters, **arguments)
+    if averages(kind):
+        use_weights(optimizer, evaluation=False)
+    return optimizer
+
+
+@torch.no_grad()
+def use_weights(optimizer: Any, *, evaluation: bool) -> None:
+    """Give the parameters of an ``optimizer`` that averages the weights of evaluation, or those of training."""
+    if evaluation:
+        optimizer.eval()
+    else:
+        optimizer.train()
 
 
 def optimizer_class(settings: OptimizerSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -81,7 +109,8 @@ def _updates_slices_alone(
     """Whether two slices of a parameter of ``shape``, cut at element ``middle``, are updated like the whole of it."""
     (whole,) = _probes([shape])
     parts = [nn.Parameter(part.clone()) for part in whole.detach().flatten().tensor_split([middle])]
-    together, alone = kind([whole], **arguments), [kind([part], **arguments) for part in parts]
+    together = make_optimizer(kind, [whole], arguments)
+    alone = [make_optimizer(kind, [part], arguments) for part in parts]
     scales = _PROBE_SCALES[:_LARGE_PROBE_STEPS] if shape == _LARGE_PROBE else _PROBE_SCALES
     for step, scale in enumerate(scales):
         whole.grad = _gradient(whole, step, scale)
@@ -89,8 +118,11 @@ def _updates_slices_alone(
             part.grad = gradient.clone()
         for optimizer in (together, *alone):
             optimizer.step()
-    if not torch.equal(whole.detach().flatten(), torch.cat([part.detach() for part in parts])):
-        return False
+    for evaluation in (False, True) if averages(kind) else (False,):
+        for optimizer in (together, *alone) if evaluation else ():
+            use_weights(optimizer, evaluation=True)
+        if not torch.equal(whole.detach().flatten(), torch.cat([part.detach() for part in parts])):
+            return False
     # A number that it finds of a whole weight may decide later what happens to each element.
     numbers = _numbers_kept(together.state[whole])
     return all(_numbers_kept(one.state[part]) == numbers for one, part in zip(alone, parts, strict=True))
@@ -99,10 +131,35 @@ def _updates_slices_alone(
 def _numbers_kept(state: dict[str, Any]) -> dict[str, float]:
     """The numbers, and tensors of one element, in the state of a parameter."""
     return {
-        key: float(value)
-        for key, value in state.items()
+        name: float(value)
+        for name, value in ((each.name, each.value) for each in kept_in(state))
         if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
     }
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A value in the state of a parameter: ``place[key]``, where ``place`` is that state, or a list or dict in it."""
+
+    name: str  # keys from the state on, such as "GG.0"
+    value: Any
+    place: Any
+    key: Any
+
+
+def kept_in(state: Mapping[str, Any]) -> Iterator[Kept]:
+    """All that ``state`` of a parameter holds but None, with what its lists, tuples and dicts hold."""
+    yield from _kept_in(state, state.items(), "")
+
+
+def _kept_in(place: Any, items: Iterable[tuple[Any, Any]], prefix: str) -> Iterator[Kept]:
+    for key, value in items:
+        if type(value) is dict:
+            yield from _kept_in(value, value.items(), f"{prefix}{key}.")
+        elif type(value) in (list, tuple):
+            yield from _kept_in(value, enumerate(value), f"{prefix}{key}.")
+        elif value is not None:
+            yield Kept(f"{prefix}{key}", value, place, key)
 
 
 def _class_and_arguments(settings: OptimizerSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -158,8 +215,6 @@ def _imported(path: str) -> type[torch.optim.Optimizer]:
         raise InputError(f"optimizer: {path!r} cannot be imported: {line}; use one of {accepted}") from None
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise InputError(f"optimizer: {path!r} is no class of torch optimizers; use one of {accepted}")
-    if callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)):
-        raise InputError(f"optimizer: {path} has other weights in evaluation (train and eval), which no rank switches")
     closure = inspect.signature(kind.step).parameters.get("closure")
     if kind is torch.optim.LBFGS or (closure is not None and closure.default is inspect.Parameter.empty):
         raise InputError(f"optimizer: {path} runs the model again in its step (closure), which a pipeline cannot do")
@@ -183,46 +238,58 @@ def traits_of(settings: OptimizerSettings) -> Traits:
     if kind in ELEMENTWISE:
         return Traits(dimensions=frozenset(map(len, _PROBE_SHAPES)), counts=())
     try:
-        _stepped(kind(_probes(_PROBE_SHAPES[:1]), **arguments))
+        _stepped(make_optimizer(kind, _probes(_PROBE_SHAPES[:1]), arguments))
     except Exception as error:
         raise InputError(f"optimizer: {name} cannot update dense matrices: {_line(error)}") from None
     shapes = [shape for shape in _PROBE_SHAPES if _can_update(kind, arguments, shape)]
-    together = kind(_probes(shapes), **arguments)
-    alone = [kind(_probes([shape]), **arguments) for shape in shapes]
+    together = make_optimizer(kind, _probes(shapes), arguments)
+    alone = [make_optimizer(kind, _probes([shape]), arguments) for shape in shapes]
     before = _numbers(together)
     try:
         after = _stepped(together)
     except Exception as error:
         raise InputError(f"optimizer: {name} cannot update parameters of several shapes: {_line(error)}") from None
-    if not all(torch.equal(one, _stepped(other)[0]) for one, other in zip(after, alone, strict=True)):
+    mixes = not all(torch.equal(one, _stepped(other)[0]) for one, other in zip(after, alone, strict=True))
+    if averages(kind) and not mixes:
+        of_evaluation = _in_evaluation(together)
+        mixes = not all(
+            torch.equal(one, _in_evaluation(other)[0]) for one, other in zip(of_evaluation, alone, strict=True)
+        )
+    if mixes:
         raise InputError(f"optimizer: {name} mixes its parameters, which are on several ranks; use another")
     counts = tuple(key for key, value in _numbers(together).items() if before.get(key) != value)
     if any(_numbers(other) != _numbers(together) for other in alone):
         raise InputError(
-            f"optimizer: {name} keeps numbers in its parameter groups that depend on the parameters, which are on "
-            "several ranks; use another"
+            f"optimizer: {name} keeps numbers that depend on all parameters, which are on several ranks; use another"
         )
-    for group in together.param_groups:
-        _check_kept(name, ((key, group[key]) for key in counts), torch_too=False)
-    for parameter, state in together.state.items():
-        if not isinstance(parameter, torch.Tensor):
-            raise InputError(
-                f"optimizer: {name} keeps {parameter} beside the state of its parameters, which checkpoints cannot"
-            )
-        _check_kept(name, state.items(), torch_too=True)
-    return Traits(dimensions=frozenset(map(len, shapes)), counts=counts)
+    for key in counts:
+        _check_kept(name, key, place_of(together, key)[key], (int, float, torch.Tensor))
+    for each in (each for _, state in _states(together) for each in kept_in(state)):
+        can_be_replaced = not isinstance(each.place, tuple)
+        _check_kept(name, each.name, each.value, (int, float, torch.Tensor) if can_be_replaced else (torch.Tensor,))
+    return Traits(dimensions=frozenset(map(len, shapes)), counts=counts, averages=averages(kind))
 
 
-def _check_kept(name: str, values: Iterable[tuple[str, Any]], *, torch_too: bool) -> None:
-    """Raise InputError for a value that a checkpoint cannot hold; tensors can be held where they are ``torch_too``."""
-    for key, value in values:
-        if not (isinstance(value, int | float | None) or (torch_too and isinstance(value, torch.Tensor))):
-            raise InputError(f"optimizer: {name} keeps a {type(value).__name__} ({key}), which checkpoints cannot")
+def place_of(optimizer: torch.optim.Optimizer, count: str) -> dict[Any, Any]:
+    """Where ``optimizer`` of one group holds this one of its ``Traits.counts``: in the group, or beside the state."""
+    (group,) = optimizer.param_groups
+    return group if count in group else optimizer.state
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    """Each parameter of ``optimizer`` that has state, with it."""
+    return ((key, state) for key, state in optimizer.state.items() if isinstance(key, torch.Tensor))
+
+
+def _check_kept(name: str, key: str, value: Any, kinds: tuple[type, ...]) -> None:
+    """Raise InputError for a value that a checkpoint cannot hold."""
+    if not isinstance(value, kinds):
+        raise InputError(f"optimizer: {name} keeps a {type(value).__name__} ({key}), which checkpoints cannot")
 
 
 def _can_update(kind: type[torch.optim.Optimizer], arguments: dict[str, Any], shape: Sequence[int]) -> bool:
     try:
-        _stepped(kind(_probes([shape]), **arguments))
+        _stepped(make_optimizer(kind, _probes([shape]), arguments))
     except Exception:  # it is tried on parameters of every number of dimensions, and may refuse some
         return False
     return True
@@ -244,7 +311,8 @@ def _check_resumes(settings: OptimizerSettings) -> None:
     if kind in ELEMENTWISE:
         return
     dimensions = traits_of(settings).dimensions
-    optimizer = kind(_probes([shape for shape in _PROBE_SHAPES if len(shape) in dimensions]), **arguments)
+    probes = _probes([shape for shape in _PROBE_SHAPES if len(shape) in dimensions])
+    optimizer = make_optimizer(kind, probes, arguments)
     before = attributes_of(optimizer)
     _step(optimizer, 0, 1.0)
     first = _kept(optimizer)
@@ -282,6 +350,18 @@ def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters after a few steps; each parameter has the same gradients in any optimizer."""
     for step, scale in enumerate(_PROBE_SCALES):
         _step(optimizer, step, scale)
+    return _values(optimizer)
+
+
+def _in_evaluation(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The weights of evaluation; afterwards the parameters have those of training again."""
+    use_weights(optimizer, evaluation=True)
+    values = [each.clone() for each in _values(optimizer)]
+    use_weights(optimizer, evaluation=False)
+    return values
+
+
+def _values(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -293,12 +373,7 @@ def _step(optimizer: torch.optim.Optimizer, step: int, scale: float) -> None:
 
 def _kept(optimizer: torch.optim.Optimizer) -> list[tuple[int, str]]:
     """The number of a parameter, and the name of what is kept of it, for all that a checkpoint would hold."""
-    return [
-        (number, key)
-        for number, state in enumerate(optimizer.state.values())
-        for key, value in state.items()
-        if value is not None
-    ]
+    return [(number, each.name) for number, (_, state) in enumerate(_states(optimizer)) for each in kept_in(state)]
 
 
 def _gradient(parameter: torch.Tensor, step: int, scale: float) -> torch.Tensor:
@@ -307,5 +382,7 @@ def _gradient(parameter: torch.Tensor, step: int, scale: float) -> torch.Tensor:
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """What its parameter groups hold beside parameters, as text."""
-    return {key: repr(value) for group in optimizer.param_groups for key, value in group.items() if key != "params"}
+    """What it holds beside parameters and their state, in its groups or elsewhere, as text."""
+    held = {key: value for group in optimizer.param_groups for key, value in group.items() if key != "params"}
+    held |= {str(key): value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    return {key: repr(value) for key, value in held.items()}

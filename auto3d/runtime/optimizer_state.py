@@ -1,6 +1,7 @@
 """The optimizer's state: its size, its allocation, and its parts as checkpoints hold them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -8,15 +9,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from auto3d.runtime.offload import updated_parameters
-from auto3d.runtime.optimizer_class import on_one_thread, optimizer_class, traits_of
+from auto3d.runtime.optimizer_class import (
+    kept_in,
+    make_optimizer,
+    on_one_thread,
+    optimizer_class,
+    place_of,
+    traits_of,
+    use_weights,
+)
 from auto3d.runtime.settings import OptimizerSettings
 from auto3d.runtime.weight_shard import WeightShard
 
 _SIZES = (3, 5, 131, 137)  # sizes of a measured parameter's dimensions; all different, and large enough to be factored
 _NUMBERS = "auto3d_numbers"  # attribute of an optimizer: its state that it keeps as numbers, as tensors for checkpoints
-_COUNTS = "auto3d_counts"  # attribute of an optimizer: names of the numbers of its parameter groups that steps change
+_COUNTS = "auto3d_counts"  # attribute of an optimizer: its ``Traits.counts``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +57,29 @@ def measured_state_elements(settings: OptimizerSettings) -> Callable[[Sequence[i
         shape = _SIZES[len(_SIZES) - dimensions :]
         parameter = nn.Parameter(torch.ones(shape))
         parameter.grad = torch.ones(shape)
-        optimizer = kind([parameter], **arguments)
+        return [_extent(each, shape) for each in stepped(parameter)]
+
+    def stepped(parameter: nn.Parameter) -> list[torch.Tensor]:
+        optimizer = make_optimizer(kind, [parameter], arguments)
         optimizer.step()
-        tensors = [each for each in optimizer.state[parameter].values() if isinstance(each, torch.Tensor)]
-        return [_extent(each, shape) for each in tensors if each.dim()]
+        values = [each.value for each in kept_in(optimizer.state[parameter])]
+        return [each for each in values if isinstance(each, torch.Tensor) and each.dim()]
+
+    @cache
+    def without_values(shape: tuple[int, ...]) -> float:
+        """What a class keeps that has squares of a dimension, which it may leave out where that is large."""
+        with FakeTensorMode():
+            parameter = nn.Parameter(torch.empty(shape))
+            parameter.grad = torch.empty(shape)
+            return sum(each.numel() * each.element_size() / 4 for each in stepped(parameter))
 
     def elements(shape: Sequence[int]) -> float:
         dimensions = min(len(shape), len(_SIZES))
         if dimensions not in kept:
             kept[dimensions] = measure(dimensions)
+        if any(len(set(each)) < len(each) for each, _ in kept[dimensions]):
+            with suppress(Exception):  # a class may need values
+                return without_values(tuple(shape))
         merged = (prod(shape[: len(shape) - dimensions + 1]), *shape[len(shape) - dimensions + 1 :]) if shape else ()
         return sum(size * prod(merged[dimension] for dimension in each) for each, size in kept[dimensions])
 
@@ -74,7 +98,7 @@ def _extent(tensor: torch.Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...]
 
 
 def note_counts(optimizer: torch.optim.Optimizer, counts: Sequence[str]) -> None:
-    """Note that these numbers of the parameter groups of ``optimizer`` are part of its state."""
+    """Note that these numbers of ``optimizer``, its ``Traits.counts``, are part of its state."""
     setattr(optimizer, _COUNTS, tuple(counts))
 
 
@@ -113,7 +137,7 @@ def make_state_to_load(optimizer: torch.optim.Optimizer) -> None:
     types of state.
     """
     pairs = list(updated_parameters(optimizer))
-    if all(parameter in optimizer.state for _, parameter in pairs):
+    if all(optimizer.state.get(parameter) for _, parameter in pairs):
         return
     kept = [(parameter, parameter.detach().clone(), parameter.grad) for parameter, _ in pairs]
     for parameter, _, _ in kept:
@@ -122,6 +146,15 @@ def make_state_to_load(optimizer: torch.optim.Optimizer) -> None:
     for parameter, value, gradient in kept:
         parameter.data.copy_(value)
         parameter.grad = gradient
+
+
+@torch.no_grad()
+def note_weights(optimizer: torch.optim.Optimizer, *, evaluation: bool) -> None:
+    """Let ``optimizer``, which averages, know that its parameters have the weights of evaluation, or of training."""
+    kept = [(parameter, parameter.detach().clone()) for parameter, _ in updated_parameters(optimizer)]
+    use_weights(optimizer, evaluation=evaluation)
+    for parameter, value in kept:
+        parameter.data.copy_(value)
 
 
 def state_tensors(
@@ -159,32 +192,28 @@ def state_tensors(
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
-    (group,) = optimizer.param_groups  # see build_optimizer
     for key in getattr(optimizer, _COUNTS, ()):
-        if not isinstance(group[key], torch.Tensor):
-            _as_tensor(optimizer, group, key)
-        yield f"group.{key}", group[key]
-    state: dict[str, Any] = optimizer.state.get(parameter, {})
-    for key, value in state.items():
-        if isinstance(value, int | float):
-            value = _as_tensor(optimizer, state, key)
-        if value is not None:
-            yield key, value
+        place = place_of(optimizer, key)
+        yield f"group.{key}", _as_tensor(optimizer, place, key)
+    for each in list(kept_in(optimizer.state.get(parameter, {}))):
+        yield each.name, _as_tensor(optimizer, each.place, each.key)
 
 
-def _as_tensor(optimizer: torch.optim.Optimizer, state: dict[str, Any], key: str) -> torch.Tensor:
-    """Replace a number of ``state`` by a tensor; the optimizer's next step makes it a number again."""
-    numbers: list[tuple[dict[str, Any], str, type]] | None = getattr(optimizer, _NUMBERS, None)
+def _as_tensor(optimizer: torch.optim.Optimizer, place: Any, key: Any) -> torch.Tensor:
+    """What ``place`` has at ``key``; a number is replaced by a tensor, which the next step makes a number again."""
+    if isinstance(place[key], torch.Tensor):
+        return place[key]
+    numbers: list[tuple[Any, Any, type]] | None = getattr(optimizer, _NUMBERS, None)
     if numbers is None:
         numbers = []
         setattr(optimizer, _NUMBERS, numbers)
         optimizer.register_step_pre_hook(lambda *_: _restore_numbers(numbers))
-    numbers.append((state, key, type(state[key])))
-    state[key] = torch.tensor(float(state[key]), dtype=torch.float64)
-    return state[key]
+    numbers.append((place, key, type(place[key])))
+    place[key] = torch.tensor(float(place[key]), dtype=torch.float64)
+    return place[key]
 
 
-def _restore_numbers(numbers: list[tuple[dict[str, Any], str, type]]) -> None:
-    for state, key, kind in numbers:
-        state[key] = kind(state[key].item())
+def _restore_numbers(numbers: list[tuple[Any, Any, type]]) -> None:
+    for place, key, kind in numbers:
+        place[key] = kind(place[key].item())
     numbers.clear()

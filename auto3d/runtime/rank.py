@@ -36,6 +36,7 @@ from auto3d.runtime.layout import PlanLayout, RankLayout, lay_out_plan, lay_out_
 from auto3d.runtime.loading import ComparedMicroBatch
 from auto3d.runtime.loss_scale import LossScale
 from auto3d.runtime.optimizer import Optimizers, build_optimizers, learning_rate_of
+from auto3d.runtime.optimizer_class import traits_of
 from auto3d.runtime.optimizer_memory import memory_options
 from auto3d.runtime.optimizer_state import make_state, make_state_to_load, state_tensors
 from auto3d.runtime.out_of_memory import MemoryWatch
@@ -64,6 +65,7 @@ _CAUSE_OF_SEED = (
 )
 _CAUSE_OF_FILE = "do all nodes read the same model.weights, with every buffer that the model draws at random?"
 
+_EVALUATES = "evaluates"  # a number of checkpoints whose weights are those of evaluation, of an optimizer that averages
 COMPILE_TIMEOUT_S = 1800.0  # a rank compiles its stages in minutes
 
 
@@ -138,11 +140,12 @@ class Rank:
 
     def numbers(self) -> dict[str, float]:
         """Numbers that training changes, the same on all ranks; they are part of a checkpoint."""
-        return self.loss_scale.numbers()
+        return self.loss_scale.numbers() | ({_EVALUATES: 1.0} if self.executor.evaluates else {})
 
     def restore(self, numbers: Mapping[str, float]) -> None:
-        """Continue with the ``numbers`` of a checkpoint."""
+        """Continue with the ``numbers`` of a checkpoint, whose state is loaded."""
         self.loss_scale.restore(numbers)
+        self.executor.note_weights(evaluation=_EVALUATES in numbers)
 
 
 def _compile(stages: Iterable[RunnableStage], world: World, device: torch.device) -> None:
@@ -276,6 +279,7 @@ def build_rank(
         loss_scale=loss_scale,
         learning_rate=learning_rate_of(settings.optimizer, settings.iterations),
         incomplete=incomplete,
+        averages=any(traits_of(rule).averages for rule in common.rules.values()),
     )
     rank = Rank(
         common=common,

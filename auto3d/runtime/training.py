@@ -185,11 +185,12 @@ class Training:
         """Begin to write a checkpoint, unless there is one of this iteration; training may go on meanwhile.
 
         All ranks must call it. The next call, and ``result``, wait until it is complete, and raise the error that
-        prevented that.
+        prevented that. Where an optimizer averages, it holds the weights of evaluation, which an export is to have.
         """
         assert self._writer is not None
         assert self.flushed
         if self.done != self._saved:
+            self.rank.executor.use_weights(evaluation=True)
             self._writer.save(self.rank.state(), iteration=self.done, numbers=self.rank.numbers())
             self._saved = self.done
 

@@ -15,7 +15,14 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 from auto3d.errors import InputError
-from auto3d.runtime.optimizer_class import attributes_of, import_path, on_one_thread
+from auto3d.runtime.optimizer_class import (
+    attributes_of,
+    averages,
+    import_path,
+    make_optimizer,
+    on_one_thread,
+    use_weights,
+)
 from auto3d.runtime.settings import OptimizerSettings, ParameterGroup
 from auto3d.trainer.setup import setup
 
@@ -192,6 +199,11 @@ def _arguments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> di
     unsaid = [name for name in own if name not in ("params", "lr", *_CHOSEN, *_ADDED)]
     unsaid = [name for name in unsaid if not _are_equal(group.get(name), other.get(name))]
     before, after = attributes_of(optimizer), attributes_of(again)
+    if averages(kind):  # the pipeline decides which weights it has
+        unsaid = [name for name in unsaid if name not in _switched(again)]
+        before, after = (
+            {name: text for name, text in each.items() if name not in _switched(again)} for each in (before, after)
+        )
     unsaid += [name for name in {**before, **after} if name not in _OF_SCHEDULE and before.get(name) != after.get(name)]
     if unsaid:
         rest = [f"**{each.name}" for each in _arguments_of(kind).values() if each.kind is each.VAR_KEYWORD]
@@ -224,8 +236,8 @@ def _check_groups_alone(optimizer: torch.optim.Optimizer) -> None:
     weights = [nn.Parameter(torch.linspace(0.5, 1.5, 6).view(2, 3)) for _ in range(2 * len(given))]
     pairs = list(zip(weights[::2], weights[1::2], given, strict=True))
     try:
-        together = kind([{"params": [one], **each} for one, _, each in pairs], **common)
-        apart = [kind([other], **each) for _, other, each in pairs]
+        together = make_optimizer(kind, [{"params": [one], **each} for one, _, each in pairs], common)
+        apart = [make_optimizer(kind, [other], each) for _, other, each in pairs]
         for step in range(1, 4):
             for number, (one, other, _) in enumerate(pairs):
                 one.grad = torch.linspace(-1, number + step, 6).view(2, 3)
@@ -245,9 +257,19 @@ def _made_again(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> t
     """An optimizer of the same class and with the arguments that ``group`` says, of a small parameter."""
     kind = type(optimizer)
     try:
-        return kind([nn.Parameter(torch.zeros(2, 2))], **_given(kind, group))
+        return make_optimizer(kind, [nn.Parameter(torch.zeros(2, 2))], _given(kind, group))
     except Exception as error:  # a class may raise anything
         raise InputError(f"Trainer: {kind.__name__} refuses what its groups hold: {error}") from None
+
+
+def _switched(optimizer: torch.optim.Optimizer) -> set[str]:
+    """What ``optimizer``, which averages, changes in its groups and attributes where it switches its weights."""
+    said = []
+    for evaluation in (True, False):
+        use_weights(optimizer, evaluation=evaluation)
+        options = {name: repr(value) for name, value in optimizer.param_groups[0].items() if name != "params"}
+        said.append(options | attributes_of(optimizer))
+    return {name for name, text in said[0].items() if text != said[1].get(name)}
 
 
 def _given(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:

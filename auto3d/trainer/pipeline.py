@@ -124,6 +124,7 @@ class Pipeline:
         elif earlier is not None:
             self._optimizer_state |= optimizer_state(earlier.rank)
         done, numbers = (0, {}) if earlier is None else (earlier.done, earlier.rank.numbers())
+        evaluates = earlier is not None and earlier.rank.executor.evaluates
         del earlier
         gc.collect()  # the stages of an earlier training
         self.inputs = data.shapes
@@ -155,6 +156,7 @@ class Pipeline:
             self._optimizer_state = keep_optimizer_state(
                 self.training.rank, self._optimizer_state, timeout_s=self._args.ddp_timeout
             )
+            self.training.rank.executor.note_weights(evaluation=evaluates)
         if goes_on:
             self.training.begin_after(done, numbers)
         return self.training
@@ -169,6 +171,14 @@ class Pipeline:
         self._is_gathered, self._learnt_by = False, self._optimizer
         if self._optimizer is not None and isinstance(self._optimizer.state, StateOnRanks):
             self._optimizer.state.has_learnt = True
+
+    def use_evaluation_weights(self) -> None:
+        """Have the weights of evaluation where the optimizer averages; the model gets them if it had the others."""
+        assert self.training is not None, "it has weights once it has started"
+        if self.training.rank.executor.use_weights(evaluation=True):
+            had_them, self._is_gathered = self._is_gathered, False
+            if had_them:
+                self.gather()
 
     def gather(self) -> None:
         """Copy the pipeline's weights into the model, on every rank, if the model has values."""

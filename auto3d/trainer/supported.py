@@ -55,7 +55,10 @@ ARGUMENTS: Mapping[str, Decision] = {
     "lr_scheduler_kwargs": Honoured(),
     "warmup_steps": Honoured(),
     "optim": Honoured(
-        ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adagrad", "rmsprop"),
+        (
+            *("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adagrad", "rmsprop"),
+            *("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"),
+        ),
         "give others by Trainer(optimizers=) or Trainer(optimizer_cls_and_kwargs=)",
     ),
     "optim_args": Honoured(),

@@ -335,6 +335,13 @@ class Trainer(transformers.Trainer):
     ) -> None:
         """Run the iterations of one epoch, with the events, logs, evaluations and checkpoints of transformers."""
         args, result, learning_rate = self.args, None, None
+        if self.state.global_step >= self._max_steps:  # transformers would make one step more
+            if dist.get_rank() == 0:
+                print(
+                    f"auto3d: {resume_from_checkpoint}: all {self._max_steps} steps are done; none is left", flush=True
+                )
+            self.control.should_training_stop = True
+            return
 
         def log_evaluate_save() -> None:
             norm = None if result is None else result.grad_norm
@@ -511,6 +518,7 @@ class Trainer(transformers.Trainer):
             self._start(data, 1, None)
         elif not self.is_in_train:
             self._pipeline.scatter()
+        self._pipeline.use_evaluation_weights()
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         evaluation = self._evaluation_of(data, loss_only=loss_only, ignored=ignore_keys)
         looks = any(map(may_look, (self.compute_metrics, self.preprocess_logits_for_metrics)))

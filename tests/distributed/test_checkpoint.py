@@ -16,6 +16,9 @@ from time import monotonic, sleep
 import pytest
 import torch
 from safetensors.torch import save_file
+from schedulefree import AdamWScheduleFree
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from auto3d.capture.shard import Shard
 from auto3d.partition.stage import cut
@@ -31,14 +34,14 @@ from auto3d.runtime.checkpoint import (
 )
 from auto3d.runtime.checkpoint_read import CheckpointReader
 from auto3d.runtime.checkpoint_write import CheckpointWriter
-from auto3d.runtime.settings import ParameterGroup, TrainingSettings
+from auto3d.runtime.settings import OptimizerSettings, ParameterGroup, TrainingSettings
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.training import Training, TrainingResult, train
 from auto3d.runtime.world import join
 from auto3d.schedule import samples_at_once
 from auto3d.tensor_placement import Split
 from tests.distributed.found_orders import BY_NAME
-from tests.distributed.parity import ADAMW, SGD, make_plan
+from tests.distributed.parity import ADAMW, SGD, make_plan, plain_pytorch
 from tests.models import TRAINED, captured, gpt2
 from tests.soak import soak
 
@@ -142,6 +145,9 @@ def four_heads():
 
 COUNTING = ParameterGroup(names=("*.mlp.*",), optimizer="tests.distributed.test_optimizers:Warming")
 GROUPS = replace(ADAMW, groups=(COUNTING, ParameterGroup(names=("*.bias",), learning_rate=3e-3)))
+AVERAGES = OptimizerSettings(
+    optimizer="schedulefree:AdamWScheduleFree", learning_rate=1e-3, weight_decay=0.01, arguments={"warmup_steps": 2}
+)
 
 
 @pytest.mark.parametrize(
@@ -152,9 +158,10 @@ GROUPS = replace(ADAMW, groups=(COUNTING, ParameterGroup(names=("*.bias",), lear
         ("synthesized", ("dp4-zero1",), ADAMW),
         ("dp2-pp2-zero1", ("one", "dp4-zero1"), GROUPS),
         ("dp2-pp2", ("tp2-pp2",), GROUPS),
+        ("dp2-pp2-zero1", ("one", "tp2-pp2"), AVERAGES),
         *soak(*((source, tuple(TO), optimizer) for source in FROM for optimizer in (ADAMW, GROUPS))),
     ],
-    ids=lambda value: "groups" if value is GROUPS else None,
+    ids=lambda value: {id(GROUPS): "groups", id(AVERAGES): "averages"}.get(id(value)),
 )
 def test_goes_on_under_another_plan(processes, tmp_path, source, targets, optimizer, four_heads):
     whole = processes.run(4, run, FOUR_HEADS, plan_of(FROM[source]), optimizer, tmp_path / "whole", 1, None, 9)[0]
@@ -165,6 +172,28 @@ def test_goes_on_under_another_plan(processes, tmp_path, source, targets, optimi
             assert one.first_iteration == ENDS_AFTER
             assert one.loss == pytest.approx(whole.loss[ENDS_AFTER:], rel=1e-5), name
             assert one.grad_norm == pytest.approx(whole.grad_norm[ENDS_AFTER:], rel=1e-5), name
+
+
+def test_a_checkpoint_holds_the_weights_of_evaluation_where_the_optimizer_averages(processes, tmp_path, four_heads):
+    plan = plan_of({"dp": 2, "tp": 2, "pp": 1, "shard_optimizer": True})
+    processes.run(4, run, FOUR_HEADS, plan, AVERAGES, tmp_path, ITERATIONS, None)
+    made: list = []
+
+    def optimizers(module: nn.Module) -> list[tuple]:
+        made.append(module)
+        made.append(AdamWScheduleFree(module.parameters(), lr=1e-3, weight_decay=0.01, warmup_steps=2))
+        made[1].train()
+        return [(made[1], LambdaLR(made[1], lambda _: 1.0))]
+
+    plain_pytorch(FOUR_HEADS, micro_batch_size=2, optimizer=AVERAGES, iterations=ITERATIONS, optimizers=optimizers)
+    found, (module, optimizer) = tensors(tmp_path, ITERATIONS), made
+    in_training = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    optimizer.eval()
+    changes = []
+    for name, parameter in module.named_parameters():
+        assert torch.allclose(found[f"model.{name}"], parameter, rtol=1e-4, atol=1e-5), name
+        changes.append((in_training[name] - parameter).abs().max())
+    assert max(changes) > 1e-4, "they differ, so that it matters"
 
 
 def plan_of(degrees: dict) -> Plan:

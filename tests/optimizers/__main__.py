@@ -21,6 +21,7 @@ from importlib import import_module
 from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -32,7 +33,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import Checkpoints
-from auto3d.runtime.optimizer_class import check_resumes, is_elementwise, traits_of
+from auto3d.runtime.optimizer_class import averages, check_resumes, is_elementwise, traits_of
 from auto3d.runtime.settings import OptimizerSettings, ParameterGroup, TrainingSettings
 from auto3d.runtime.training import train
 from auto3d.runtime.world import World
@@ -79,11 +80,11 @@ TEXT = """# Classes of optimizers
 Made by `python -m tests.optimizers --write`, measured on CPUs. Each class that these packages export ({packages})
 trains a small LLaMA for {iterations} iterations under each plan, and goes on under another plan from a checkpoint after
 {ends_after} of them, written under ZeRO-1 where the class allows it. It runs if all weights are those that the same
-class gives in a plain loop on one process. They may differ by {bound:.1%} of the largest update of a weight and
-{factor} times of what changes at most there, in {others} loops, if its gradients change by {rounding:g};
-{outside:.1%} of the elements of a weight may differ by more. Elements whose gradient is below {noise:g} of the largest
-one are left out: some classes take the sign of what is nothing but rounding. A class that updates matrices only has
-them, and AdamW has the rest.
+class gives in a plain loop on one process; in a checkpoint those of evaluation, where it has others. They may differ by
+{bound:.1%} of the largest update of a weight and {factor} times of what changes at most there, in {others} loops, if
+its gradients change by {rounding:g}; {outside:.1%} of the elements of a weight may differ by more. Elements whose
+gradient is below {noise:g} of the largest one are left out: some classes take the sign of what is nothing but rounding.
+A class that updates matrices only has them, and AdamW has the rest.
 
 {classes} classes: {run} run, {everywhere} of them under every plan; {refused} are refused before a training.
 
@@ -135,10 +136,16 @@ def in_a_plain_loop(name: str, settings: OptimizerSettings, module: nn.Module) -
     options = {"weight_decay": 0.0} if "weight_decay" in signature(kind).parameters else {}
     parameters = list(module.parameters())
     if not settings.groups:
-        return [_constant(kind(parameters, lr=RATE, **options))]
+        return [_constant(_in_training(kind(parameters, lr=RATE, **options)))]
     matrices, others = ([each for each in parameters if (each.dim() == 2) is wanted] for wanted in (True, False))
     adamw = torch.optim.AdamW(others, lr=RATE, weight_decay=0.0)
-    return [_constant(kind(matrices, lr=RATE, **options)), _constant(adamw)]
+    return [_constant(_in_training(kind(matrices, lr=RATE, **options))), _constant(adamw)]
+
+
+def _in_training(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    if averages(type(optimizer)):
+        optimizer.train()
+    return optimizer
 
 
 def _constant(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, LRScheduler]:
@@ -149,8 +156,10 @@ class Expected:
     """The parameters at the end of the plain loop, and how far others may be from them."""
 
     def __init__(self, name: str, settings: OptimizerSettings) -> None:
-        history, *others = (self._history(name, settings, seed) for seed in range(1 + OTHERS))
+        (history, evaluated), *loops = (self._history(name, settings, seed) for seed in range(1 + OTHERS))
+        others = [each for each, _ in loops]
         self._last: Mapping[str, np.ndarray] = history[-1]["parameters"]
+        self._evaluated = evaluated
         self.names = self._last.keys()
         first = history[0]["parameters"]
         self._bound = {
@@ -165,8 +174,12 @@ class Expected:
         }
 
     @staticmethod
-    def _history(name: str, settings: OptimizerSettings, seed: int) -> list[dict]:
-        """A plain loop; with a ``seed`` other than 0, its gradients are rounded at random."""
+    def _history(name: str, settings: OptimizerSettings, seed: int) -> tuple[list[dict], dict[str, np.ndarray]]:
+        """A plain loop, and its last weights as an evaluation has them.
+
+        With a ``seed`` other than 0, its gradients are rounded at random.
+        """
+        loop: dict[str, Any] = {}
         random = torch.Generator().manual_seed(seed)
         rounding = ROUNDING if seed else 0.0
 
@@ -176,15 +189,20 @@ class Expected:
 
         def make(module: nn.Module) -> list[tuple]:
             made = in_a_plain_loop(name, settings, module)
+            loop.update(module=module, optimizers=[optimizer for optimizer, _ in made])
             for optimizer, _ in made:
                 optimizer.register_step_pre_hook(change)
             return made
 
         torch.manual_seed(0)
-        return plain_pytorch(MODEL, micro_batch_size=2, optimizer=settings, iterations=ITERATIONS, optimizers=make)
+        history = plain_pytorch(MODEL, micro_batch_size=2, optimizer=settings, iterations=ITERATIONS, optimizers=make)
+        for optimizer in loop["optimizers"]:
+            if averages(type(optimizer)):
+                optimizer.eval()
+        return history, {name: each.detach().numpy().copy() for name, each in loop["module"].named_parameters()}
 
-    def differs(self, name: str, found: np.ndarray, shard=None) -> bool:
-        last, counts = self._last[name], self._counts[name]
+    def differs(self, name: str, found: np.ndarray, shard=None, *, evaluated: bool = False) -> bool:
+        last, counts = (self._evaluated if evaluated else self._last)[name], self._counts[name]
         if shard is not None:
             last, counts = (shard.of(torch.from_numpy(each)).numpy() for each in (last, counts))
         outside = (abs(found - last)[counts] > self._bound[name]).sum()
@@ -234,7 +252,7 @@ def tried(pool: ProcessPool, name: str) -> Tried:
         pool.run(4, saved, make_plan(MODEL, dp=1, pp=4), settings, folder, ITERATIONS)
         for stored, tensor in tensors(folder, ITERATIONS).items():
             parameter = stored.removeprefix("model.")
-            if parameter in expected.names and expected.differs(parameter, tensor.numpy()):
+            if parameter in expected.names and expected.differs(parameter, tensor.numpy(), evaluated=True):
                 one.results[RESUMED] = f"{WRONG}: {parameter}"
     return one
 

@@ -63,7 +63,8 @@ REFUSED = {
     f"{__name__}:Coupled": "mixes its parameters",
     f"{__name__}:Clipping": "mixes its parameters",
     f"{__name__}:LateCoupled": "mixes its parameters",
-    f"{__name__}:TwoModes": "has other weights in evaluation",
+    f"{__name__}:Centred": "mixes its parameters",
+    f"{__name__}:Tupled": r"keeps a int \(pair.0\)",
 }
 
 
@@ -114,10 +115,16 @@ class LateCoupled(Coupled):
             torch.optim.SGD.step(self)
 
 
-class TwoModes(torch.optim.SGD):
+class Centred(torch.optim.SGD):
+    """Updates parameters one by one, but has their common mean in evaluation."""
+
     def train(self) -> None: ...
 
-    def eval(self) -> None: ...
+    def eval(self) -> None:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        mean = torch.cat([parameter.flatten() for parameter in parameters]).mean()
+        for parameter in parameters:
+            parameter.fill_(mean)
 
 
 class Plain(torch.optim.Optimizer):
@@ -188,6 +195,38 @@ class Late(Plain):
             state["steps"] += 1
 
 
+class Nested(Plain):
+    """Keeps a list of factors as SOAP does, numbers in a dict, and its steps beside all of that."""
+
+    def __init__(self, params, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.state["all steps"] = torch.tensor(0)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        self.state["all steps"] += 1
+        super().step()
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            empty = [torch.zeros(n, n) if n < 145 else None for n in parameter.shape]
+            state = self.state[parameter]
+            factors = state.setdefault("factors", empty)
+            seen = state.setdefault("seen", {"last": torch.zeros_like(parameter), "steps": 0})
+            seen["steps"] += int(self.state["all steps"])
+            seen["last"].lerp_(parameter.grad, 0.1)
+            for dimension, factor in enumerate(factors):
+                if factor is not None:
+                    rows = parameter.grad.movedim(dimension, 0).reshape(len(factor), -1)
+                    factor.add_(rows @ rows.T)
+                    parameter.sub_(factor.norm() * seen["steps"] * seen["last"], alpha=1e-8)
+
+
+class Tupled(Plain):
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            self.state[parameter]["pair"] = (1, parameter.detach().clone())
+
+
 class Listing(Plain):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
@@ -207,6 +246,7 @@ def of(kind: type) -> OptimizerSettings:
         (OptimizerSettings(optimizer="muon"), False),
         (of(Plain), True),
         (of(Counted), True),
+        (OptimizerSettings(optimizer="schedulefree:AdamWScheduleFree"), True),
         *((of(kind), False) for kind in (LayerWise, LayerWiseForMatrices, LayerWiseWhereLarge, LayerWiseWhereClipped)),
     ],
     ids=lambda value: value.optimizer if isinstance(value, OptimizerSettings) else None,
@@ -218,7 +258,7 @@ def test_whether_slices_of_a_weight_can_be_updated_alone_is_found_out(settings, 
 def test_numbers_of_parameter_groups_are_state_where_they_are_the_same_for_any_parameters():
     assert traits_of(of(Counted)).counts == ("steps",)
     assert traits_of(of(Plain)).counts == ()
-    for kind, problem in ((Estimating, "depend on the parameters"), (Listing, r"keeps a list \(rates\)")):
+    for kind, problem in ((Estimating, "depend on all parameters"), (Listing, r"keeps a list \(rates\)")):
         with pytest.raises(InputError, match=problem):
             optimizer_class(of(kind))
 
@@ -325,6 +365,8 @@ ANY = [
     OptimizerSettings(optimizer="torch.optim.Adafactor"),
     OptimizerSettings(optimizer="torch.optim.RMSprop", arguments={"momentum": 0.9, "centered": True}),
     OptimizerSettings(optimizer="torch.optim.NAdam"),
+    OptimizerSettings(optimizer=f"{__name__}:Nested"),
+    OptimizerSettings(optimizer="schedulefree:RAdamScheduleFree"),
 ]
 
 

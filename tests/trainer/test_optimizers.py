@@ -149,6 +149,11 @@ SCRIPTS = {  # name -> the script's optimizer of its model with a schedule, its 
         Nothing,
         {"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 5e-3, "momentum_decay": 1e-2})},
     ),
+    "averages for evaluation": (
+        lambda model: (None, None),
+        Nothing,
+        {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "warmup_steps": 2, "weight_decay": 0.1},
+    ),
     "a name": (lambda model: (None, None), Nothing, {"optim": "adagrad", "max_grad_norm": 0.1}),
 }
 
@@ -221,7 +226,10 @@ def test_an_optimizer_of_the_script_updates_as_in_one_transformers_process(
                     assert each[name][1][key] == pytest.approx(value, rel=1e-3, abs=2e-5), (name, key)
 
 
-RESUMED = ("a schedule for each group", "a cycle of momentum", "a schedule of milestones", "methods")
+RESUMED = (
+    *("a schedule for each group", "a cycle of momentum", "a schedule of milestones", "methods"),
+    "averages for evaluation",
+)
 
 
 def resumed(world, folder, port):
@@ -234,7 +242,9 @@ def resumed(world, folder, port):
         again = made(name, **output)
         again.train(resume_from_checkpoint=f"{output['output_dir']}/checkpoint-4")
         pairs.append((name, numbers(whole)[-8:], numbers(again)[-8:]))
-    return pairs
+    ended = made(name, **output)
+    ended.train(resume_from_checkpoint=True)  # the last one, after all steps
+    return [*pairs, ("no step is left", numbers(whole), numbers(ended))]
 
 
 def test_a_training_that_resumes_goes_on_at_the_rates_of_its_schedule(processes, tmp_path):
