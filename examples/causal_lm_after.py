@@ -4,8 +4,7 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
-from auto3d import Trainer, TrainingArguments, init
-from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+from auto3d.transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, init, set_seed
 
 init(dp=2, pp=2)
 LENGTH = 64

@@ -4,8 +4,7 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
-from auto3d import Trainer, TrainingArguments, init
-from transformers import BertConfig, BertForSequenceClassification, set_seed
+from auto3d.transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, init, set_seed
 
 init(dp=2, pp=2)
 LENGTH, KINDS = 64, ("ast.py", "csv.py", "heapq.py")

@@ -4,9 +4,8 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
-from auto3d import Trainer, TrainingArguments, init
+from auto3d.transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, init, set_seed
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 init(dp=2, pp=2)
 LENGTH = 64

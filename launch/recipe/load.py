@@ -311,6 +311,9 @@ def _refused(where: Path | str, full_key: str, found: Any, error: Exception) -> 
     return RecipeError(where, full_key, f"found {found!r}; it takes {accepted(*schema_of(full_key))}")
 
 
+_LEAST = " (of at least these lines: `peak_tflops: {bfloat16: 989}`, `memory_gib: 76`, `memory_gb_per_s: 3350`)"
+
+
 def _find(where: Path | str, name: str, *, folder: str, key: str) -> Path:
     """The file ``name``: a path, or a name in recipes/``folder`` of this folder or of the installation.
 
@@ -328,7 +331,8 @@ def _find(where: Path | str, name: str, *, folder: str, key: str) -> Path:
     folded = {stem.casefold(): stem for stem in known}
     near = get_close_matches(name.casefold(), folded, n=1)
     hint = f"; did you mean {folded[near[0]]}?" if near else ""
-    raise RecipeError(where, key, f"there is no {name!r}; give a .yaml file, or one of {', '.join(known)}{hint}")
+    file = f"a .yaml file{_LEAST if folder == 'accelerators' else ''}"
+    raise RecipeError(where, key, f"there is no {name!r}; give {file}, or one of {', '.join(known)}{hint}")
 
 
 def _unknown(where: Path | str, full_key: str, known: Sequence[str]) -> RecipeError:

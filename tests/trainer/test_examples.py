@@ -7,7 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 
+from auto3d import Trainer
+from auto3d.errors import InputError
 from tests.soak import soak
 from tests.trainer.scripts import EXAMPLES, free_port, run_script
 
@@ -19,10 +22,20 @@ def pair(name):
 
 
 @pytest.mark.parametrize("name", ["causal_lm", "classification", "lora"])
-def test_at_most_six_lines_differ(name):
+def test_three_lines_are_changed_or_added(name):
     before, after = (file.read_text().splitlines() for file in pair(name))
-    changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
-    assert 0 < len(changed) <= 6, "\n".join(changed)
+    changed = list(difflib.ndiff(before, after))
+    assert sum(line[0] == "+" for line in changed) == 3, "\n".join(changed)
+    assert sum(line[0] == "-" for line in changed) == 2, "\n".join(changed)
+
+
+def test_another_trainer_is_not_given_in_place_of_one_with_a_pipeline():
+    import auto3d.transformers as ours
+
+    assert (ours.Trainer, ours.set_seed) == (Trainer, transformers.set_seed)
+    for name in ("Seq2SeqTrainer", "Seq2SeqTrainingArguments"):
+        with pytest.raises(InputError, match=f"{name} trains in one process only; use Train"):
+            getattr(ours, name)
 
 
 # The other tests train on the script of the causal LM.

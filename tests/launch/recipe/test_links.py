@@ -1,5 +1,7 @@
 """Links that a recipe leaves out: whose figures stand in for them, and that shipped clusters keep their own."""
 
+import re
+
 import pytest
 
 from auto3d.cluster import Link
@@ -152,3 +154,12 @@ def test_names_of_files_are_found_in_any_case(tmp_path, monkeypatch):
 def test_a_wrong_name_suggests_the_closest_in_any_case(name, meant):
     with pytest.raises(RecipeError, match=rf"did you mean {meant}\?"):
         load("tiny", [f"cluster.accelerator={name}"])
+
+
+def test_an_unknown_accelerator_is_refused_with_the_lines_of_a_file_for_it(tmp_path):
+    with pytest.raises(RecipeError, match="there is no 'RTX9090'") as refusal:
+        load("tiny", ["cluster.accelerator=RTX9090"])
+    file = tmp_path / "own.yaml"
+    file.write_text("\n".join(re.findall("`(.*?)`", str(refusal.value))))
+    kind = cluster(load("tiny", [GPUS, f"cluster.accelerator={file}", "prediction.precision=bfloat16"])).accelerator(0)
+    assert (kind.peak_flops, kind.memory_bandwidth, kind.memory_bytes) == (989e12, 3350e9, 76 * 2**30)

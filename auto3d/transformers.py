@@ -1,0 +1,22 @@
+"""transformers, with the Trainer and the TrainingArguments of auto3d and ``init``: a script imports from here instead.
+
+``from auto3d.transformers import AutoModelForCausalLM, Trainer, TrainingArguments, init``
+"""
+
+from typing import Any
+
+import transformers
+
+from auto3d.errors import InputError
+from auto3d.trainer.arguments import TrainingArguments as TrainingArguments
+from auto3d.trainer.setup import init as init
+from auto3d.trainer.trainer import Trainer as Trainer
+
+
+def __getattr__(name: str) -> Any:
+    """What transformers has by this name; raises InputError for another Trainer, which would have no pipeline."""
+    found = getattr(transformers, name)
+    for ours in (Trainer, TrainingArguments):
+        if isinstance(found, type) and issubclass(found, getattr(transformers, ours.__name__)):
+            raise InputError(f"auto3d.transformers: {name} trains in one process only; use {ours.__name__}")
+    return found
