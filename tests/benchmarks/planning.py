@@ -62,9 +62,10 @@ than the twenty plans that it shows, unless something ended it.
 
 BESIDE_TEXT = """# Planning beside an earlier commit
 
-Made by `python -m tests.benchmarks.planning --beside {other} {names}` at {here}. Processor seconds of `auto3d plan`
-with an empty cache and with child processes, medians of {rounds} runs; "there" is {other}, which ran at the same times.
-A busy machine takes longer for both, so that only the ratios can be compared with other pages.
+Made by `python -m tests.benchmarks.planning --beside {other} {names}` at {here}.
+Processor seconds of `auto3d plan` with an empty cache and with child processes, medians of {rounds} runs; "there" is
+{other}, which ran at the same times. A busy machine takes longer for both, so that only the ratios can be compared with
+other pages.
 
 {table}
 """
