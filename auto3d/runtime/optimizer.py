@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from auto3d.errors import InputError
+from auto3d.runtime.clipping import clip
 from auto3d.runtime.offload import offloaded
 from auto3d.runtime.optimizer_class import FUSED, make_optimizer, optimizer_class, traits_of
 from auto3d.runtime.optimizer_state import note_counts
@@ -98,6 +99,9 @@ def build_optimizer(
         optimizer = make_optimizer(kind, groups, options)
         if shards:
             optimizer.register_step_pre_hook(follow)
+    if settings.clip_value or settings.clip_ratio:
+        updated = [each for group in optimizer.param_groups for each in group["params"]]
+        optimizer.register_step_pre_hook(lambda *_: clip(updated, settings))
     note_counts(optimizer, traits_of(settings).counts)
     return optimizer, _learning_rate_schedule(optimizer, settings, iterations)
 

@@ -46,13 +46,15 @@ def _check_rule(graph: Graph, plan: Plan, rule: OptimizerSettings, names: Sequen
             )
     if not plan.shard_optimizer and not plan.split.keys() & set(names):
         return
-    if is_elementwise(rule):
+    if is_elementwise(rule) and not rule.clip_ratio:
         return
-    mixes = f"optimizer: {rule.optimizer} combines the elements of a weight"
+    mixes, otherwise = f"optimizer: {rule.optimizer} combines the elements of a weight", " or an elementwise optimizer"
+    if rule.clip_ratio:
+        mixes, otherwise = "clip_ratio: it compares norms of rows of a weight", ""
     if plan.shard_optimizer:
         raise InputError(f"{mixes}, and shard_optimizer gives each rank a slice of it; use shard_optimizer=false")
     split = min(plan.split.keys() & set(names))
-    raise InputError(f"{mixes}, and tp = {plan.tp} splits {split}; use tp = 1 or an elementwise optimizer")
+    raise InputError(f"{mixes}, and tp = {plan.tp} splits {split}; use tp = 1{otherwise}")
 
 
 def exempt_names(captured: CapturedModel, exempt: tuple[str, ...]) -> frozenset[str]:

@@ -65,12 +65,14 @@ class OptimizerSettings:
     learning_rate_arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)  # arguments of that schedule
     warmup_iterations: int = 0  # iterations in which the rate rises linearly from 0
     clip_norm: float = 1.0  # upper bound of the global gradient norm; 0: no clipping
+    clip_value: float = 0.0  # then upper bound of each element's absolute value; 0: none
+    clip_ratio: float = 0.0  # then upper bound of the norm of a row, as a part of that of its weights; 0: none
     script_group: int | None = None  # in the settings of one parameter: that of its ParameterGroup
 
     @property
     def updates_all_alike(self) -> bool:
         """Whether it is AdamW or SGD for all parameters, of which any rank may update any slice."""
-        return self.optimizer in ("adamw", "sgd") and not self.groups
+        return self.optimizer in ("adamw", "sgd") and not self.groups and not self.clip_ratio
 
 
 BIASES_AND_NORMS = "biases-and-norms"  # the parameters that transformers' Trainer exempts from weight decay

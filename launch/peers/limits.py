@@ -79,6 +79,8 @@ def _other_training(plan: Plan, settings: TrainingSettings) -> str:
         return "runs here without torch.compile; use training.compile=false"
     if optimizer.offload:
         return "keeps the optimizer's state where it computes; use training.offload_optimizer=false"
+    if optimizer.clip_value or optimizer.clip_ratio:
+        return "clips by the norm of all gradients only; use training.clip_value=0 and training.clip_ratio=0"
     if optimizer.weight_decay and optimizer.exempt:
         return "decays every weight here; use training.weight_decay_exempt=[], or training.weight_decay=0"
     if optimizer.groups or optimizer.optimizer == MUON:

@@ -150,6 +150,12 @@ class TrainingRecipe:
     clip_norm: float = key(
         1.0, "largest norm of all gradients together; 0: no clipping, which asynchronous schedules need", least=0
     )
+    clip_value: float = key(0.0, "largest absolute value of an element of a gradient, after clip_norm; 0: any", least=0)
+    clip_ratio: float = key(
+        0.0,
+        "largest norm of a row of a gradient, as a part of the norm of its row of weights (adaptive clipping); 0: any",
+        least=0,
+    )
     loss_mean: str = key(
         "targets",
         "what the loss of a global batch is the mean of: its targets that are not ignored, or the losses of its "

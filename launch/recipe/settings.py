@@ -202,6 +202,8 @@ def optimizer_settings(recipe: Recipe) -> OptimizerSettings:
         learning_rate_arguments=dict(training.learning_rate_arguments),
         warmup_iterations=training.warmup_iterations,
         clip_norm=training.clip_norm,
+        clip_value=training.clip_value,
+        clip_ratio=training.clip_ratio,
     )
 
 

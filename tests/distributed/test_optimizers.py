@@ -10,8 +10,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
+from auto3d.errors import InputError
 from auto3d.plan import Plan
-from auto3d.runtime.rank import build_rank
+from auto3d.runtime.rank import build_rank, check_plan
 from auto3d.runtime.settings import OptimizerSettings, ParameterGroup, TrainingSettings
 from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import samples_at_once
@@ -65,6 +66,64 @@ def test_a_class_whose_elements_are_found_to_be_independent_updates_shards(proce
     plan = make_plan("gpt2-4-heads", dp=dp, pp=pp, tp=tp, shard_optimizer=True)
     ranks = processes.run(4, run_rank, "gpt2-4-heads", plan, warming)
     assert_parity(ranks, plain_pytorch("gpt2-4-heads", micro_batch_size=2, optimizer=warming))
+
+
+CLIPPED = replace(
+    ADAMW, optimizer="sgd", learning_rate=0.1, learning_rate_schedule="constant", warmup_iterations=0, clip_norm=1.0
+)
+
+
+def by_value(parameter: torch.Tensor) -> None:
+    torch.nn.utils.clip_grad_value_([parameter], 2e-3)
+
+
+def by_ratio(parameter: torch.Tensor) -> None:
+    """Adaptive gradient clipping, row by row as its paper says it."""
+    weights, gradients = (each.view(len(each) if each.dim() > 1 else 1, -1) for each in (parameter, parameter.grad))
+    for row, gradient in zip(weights, gradients, strict=True):
+        largest = 1e-2 * max(float(row.norm()), 1e-3)
+        if gradient.norm() > largest:
+            gradient *= largest / gradient.norm()
+
+
+@pytest.mark.parametrize(
+    ("clip", "option", "sharded"), [(by_value, {"clip_value": 2e-3}, True), (by_ratio, {"clip_ratio": 1e-2}, False)]
+)
+def test_gradients_are_clipped_like_in_a_plain_loop(processes, clip, option, sharded):
+    changed = []
+
+    def optimizers(module: nn.Module) -> list[tuple[torch.optim.Optimizer, LRScheduler]]:
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+        def hook(*_: object) -> None:
+            for parameter in module.parameters():
+                before = parameter.grad.clone()
+                with torch.no_grad():
+                    clip(parameter)
+                changed.append(not torch.equal(before, parameter.grad))
+
+        sgd.register_step_pre_hook(hook)
+        return [(sgd, get_scheduler("constant", sgd))]
+
+    expected = plain_pytorch("gpt2", micro_batch_size=2, optimizer=CLIPPED, optimizers=optimizers)
+    assert sum(changed) / len(changed) > 0.1, "it matters"
+    settings = replace(CLIPPED, **option)
+    plan = make_plan("gpt2", dp=2, pp=2, shard_optimizer=sharded)
+    assert_parity(processes.run(4, run_rank, "gpt2", plan, settings), expected)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "problem"),
+    [
+        ({"dp": 4, "pp": 1, "shard_optimizer": True}, "use shard_optimizer=false"),
+        ({"dp": 1, "tp": 2, "pp": 2}, "use tp = 1"),
+    ],
+)
+def test_a_ratio_of_norms_needs_whole_weights(degrees, problem):
+    plan = make_plan("gpt2-4-heads", **degrees)
+    settings = TrainingSettings(iterations=1, optimizer=replace(CLIPPED, clip_ratio=0.01))
+    with pytest.raises(InputError, match=f"clip_ratio: it compares norms of rows.*{problem}$"):
+        check_plan(captured("gpt2-4-heads", samples_at_once(plan)), plan, settings)
 
 
 MUON = replace(ADAMW, optimizer="muon", arguments={"momentum": 0.9})

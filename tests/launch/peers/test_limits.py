@@ -111,6 +111,8 @@ def test_no_peer_leaves_out_a_setting_of_the_training(engine):
     assert "training.compile=false" in refusal(fits, settings=replace(SETTINGS, compile=True))
     assert "data.packing=packed" in refusal(fits, unequal_targets=True)
     assert "training.offload_optimizer=false" in trained_with(offload=True)
+    for clipping in ({"clip_value": 0.1}, {"clip_ratio": 0.1}):
+        assert "training.clip_value=0 and training.clip_ratio=0" in trained_with(**clipping)
     assert "training.weight_decay_exempt=[]" in trained_with(exempt=("*.bias",), weight_decay=0.1)
     assert trained_with(exempt=("*.bias",)) == ""
     assert trained_with(optimizer="torch.optim.RMSprop") == ""
