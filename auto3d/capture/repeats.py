@@ -51,7 +51,12 @@ from auto3d.capture.python_state import PythonState, StateSnapshot
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 _CONTAINERS = (tuple, list, dict, OrderedDict, defaultdict)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)  # of a module; torch has as many for all
 _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 
 
@@ -390,7 +395,7 @@ def _same(flat: tuple[list, pytree.TreeSpec], tree: Any) -> bool:
 
 def _structure(modules: Sequence[nn.Module]) -> list[tuple] | None:
     """The classes of a block's modules, and the names of their parts; None if a module has hooks."""
-    if any(getattr(module, name) for module in modules for name in _HOOKS):
+    if any(getattr(module, name) for module in modules for name in HOOKS):
         return None
     if any(type(module).__getattribute__ is not nn.Module.__getattribute__ for module in modules):
         return None

@@ -257,6 +257,11 @@ def traits_of(settings: OptimizerSettings) -> Traits:
         )
     if mixes:
         raise InputError(f"optimizer: {name} mixes its parameters, which are on several ranks; use another")
+    if averages(kind) and not _can_go_on_from_evaluation(kind, arguments, shapes):
+        raise InputError(
+            f"optimizer: {name} keeps more than the state of its parameters where it switches to the weights of "
+            "evaluation (eval and train), so that no other rank could switch back; use another"
+        )
     counts = tuple(key for key, value in _numbers(together).items() if before.get(key) != value)
     if any(_numbers(other) != _numbers(together) for other in alone):
         raise InputError(
@@ -351,6 +356,44 @@ def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     for step, scale in enumerate(_PROBE_SCALES):
         _step(optimizer, step, scale)
     return _values(optimizer)
+
+
+def _can_go_on_from_evaluation(
+    kind: type[torch.optim.Optimizer], arguments: dict[str, Any], shapes: Sequence[Sequence[int]]
+) -> bool:
+    """Whether a new optimizer that gets the weights of evaluation, with all state, has the same weights in training."""
+    try:
+        fresh = make_optimizer(kind, _probes(shapes), arguments)
+        before = [each.clone() for each in _values(fresh)]
+        if not all(map(torch.equal, before, _in_evaluation(fresh))):
+            return False  # it would change weights before a step
+        one, other = (make_optimizer(kind, _probes(shapes), arguments) for _ in range(2))
+        _stepped(one)
+        use_weights(one, evaluation=True)
+        _step(other, 0, 1.0)
+        if _kept(one) != _kept(other):
+            return False
+        _copy(one, other)
+        use_weights(other, evaluation=True)
+        for mine, parameter in zip(_values(one), _values(other), strict=True):
+            parameter.copy_(mine)
+        for optimizer in (one, other):
+            use_weights(optimizer, evaluation=False)
+        return all(map(torch.equal, _values(one), _values(other)))
+    except Exception:  # a class may raise anything, such as where it has made no step
+        return False
+
+
+def _copy(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """Give ``other`` the numbers and the state of ``one``, as a checkpoint would."""
+    for mine, group in zip(one.param_groups, other.param_groups, strict=True):
+        group.update({key: value for key, value in mine.items() if key != "params" and not isinstance(value, bool)})
+    for (_, mine), (_, state) in zip(_states(one), _states(other), strict=True):
+        for from_it, to in zip(kept_in(mine), list(kept_in(state)), strict=True):
+            if isinstance(to.value, torch.Tensor):
+                to.value.copy_(from_it.value)
+            else:
+                to.place[to.key] = from_it.value
 
 
 def _in_evaluation(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

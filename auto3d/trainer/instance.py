@@ -1,19 +1,21 @@
 """A user's module as the ``build`` function and the initial state that a capture and its ranks need."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 from auto3d.capture.block_state import OF_EVERY_MODULE
 from auto3d.capture.empty import EmptyModel, empty_model
 from auto3d.capture.export import InputSpec, quiet_torch
 from auto3d.capture.held import buffers_of
+from auto3d.capture.repeats import HOOKS
 from auto3d.capture.skeleton import keep_gradient_hooks
 from auto3d.errors import InputError
 
@@ -69,14 +71,21 @@ def traits_of(model: nn.Module) -> Iterator[tuple[str, object]]:
     for name, parameter in model.named_parameters():
         yield f"requires_grad of {name}", parameter.requires_grad
         yield f"the memory of {name}", (id(parameter), parameter.data_ptr())
+        of_gradient = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+        yield f"gradient hooks of {name}", _hooks(of_gradient)
+    yield "hooks of all modules", _hooks(getattr(torch_module, f"_global{each}") for each in HOOKS)
     for place, module in model.named_modules():
         name = f"model.{place}" if place else "model"
         yield name, (id(module), type(module))
-        hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
-        yield f"hooks of {name}", [[id(hook) for hook in each.values()] for each in hooks]
+        yield f"hooks of {name}", _hooks(getattr(module, each) for each in HOOKS)
         for key, value in vars(module).items():
             if key not in OF_EVERY_MODULE:
                 yield f"{name}.{key}", _trait(value)
+
+
+def _hooks(of_kinds: Iterable[Mapping[int, Any] | None]) -> list[list[int]]:
+    """Which hooks there are, by kind."""
+    return [[id(hook) for hook in (hooks or {}).values()] for hooks in of_kinds]
 
 
 def run_without_values(model: EmptyModel, inputs: Mapping[str, InputSpec], **further: Any) -> Any:

@@ -7,6 +7,7 @@ groups, which schedules and callbacks change.
 
 import inspect
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ _CHOSEN = ("foreach", "fused")  # a stage chooses them by its device
 _ADDED = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name", "param_names")
 """What schedules of torch, and scripts that name their groups, add to a group."""
 _OF_SCHEDULE = ("step", "_opt_called")  # attributes that a schedule of torch gives its optimizer
+_OF_TRAINER = ("eval", "train")  # attributes that a Trainer gives an optimizer that averages
 _REFUSED = ("capturable", "differentiable")
 _STAND_IN = 1e-3  # a learning rate for optimizers that are tried before any step, where the first rate is 0
 LEFT_OUT = -1  # the ``script_group`` of parameters that a script's optimizer lacks
@@ -204,7 +206,8 @@ def _arguments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> di
         before, after = (
             {name: text for name, text in each.items() if name not in _switched(again)} for each in (before, after)
         )
-    unsaid += [name for name in {**before, **after} if name not in _OF_SCHEDULE and before.get(name) != after.get(name)]
+    added = (*_OF_SCHEDULE, *_OF_TRAINER)
+    unsaid += [name for name in {**before, **after} if name not in added and before.get(name) != after.get(name)]
     if unsaid:
         rest = [f"**{each.name}" for each in _arguments_of(kind).values() if each.kind is each.VAR_KEYWORD]
         advice = "keep its arguments in its groups by their names"
@@ -264,9 +267,10 @@ def _made_again(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> t
 
 def _switched(optimizer: torch.optim.Optimizer) -> set[str]:
     """What ``optimizer``, which averages, changes in its groups and attributes where it switches its weights."""
-    said = []
+    said: list[dict[str, str]] = []
     for evaluation in (True, False):
-        use_weights(optimizer, evaluation=evaluation)
+        with suppress(Exception):  # traits_of says what is wrong with such a class
+            use_weights(optimizer, evaluation=evaluation)
         options = {name: repr(value) for name, value in optimizer.param_groups[0].items() if name != "params"}
         said.append(options | attributes_of(optimizer))
     return {name for name, text in said[0].items() if text != said[1].get(name)}

@@ -11,6 +11,7 @@ from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import Checkpoints
+from auto3d.runtime.optimizer_class import averages
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.training import Training
@@ -138,6 +139,8 @@ class Pipeline:
             before = self._planned
             again = before and planned_again(*before, self._args, self.build, data.shapes)
             self._planned = again or plan_of(setup(), self._args, self.build, data.shapes)
+            if before and optimizer is not None and optimizer is self._learnt_by and averages(type(optimizer)):
+                self._check_none_is_frozen(before[1])
             check_reached(self._model, self._planned[1].exported.constants)
         plan, captured = self._planned
         updates = _NO_OPTIMIZER
@@ -161,6 +164,19 @@ class Pipeline:
             self.training.begin_after(done, numbers)
         return self.training
 
+    def _check_none_is_frozen(self, before: CapturedModel) -> None:
+        """Raise InputError if a parameter of ``before``, with which an optimizer that averages has learnt, is frozen.
+
+        transformers' optimizer would go on switching it between its weights of training and of evaluation.
+        """
+        assert self._planned is not None, "it has been captured again"
+        if frozen := sorted(set(before.graph.trained) - set(self._planned[1].graph.trained)):
+            raise InputError(
+                f"model: {frozen[0]} is frozen in mid-training, and the optimizer has other weights in evaluation: "
+                "transformers' would go on switching it between the two; freeze it before the first train(), or use "
+                "another optimizer"
+            )
+
     @property
     def is_outdated(self) -> bool:
         """Whether the model has other traits than when the pipeline was planned, so that it must start again."""
@@ -172,10 +188,13 @@ class Pipeline:
         if self._optimizer is not None and isinstance(self._optimizer.state, StateOnRanks):
             self._optimizer.state.has_learnt = True
 
-    def use_evaluation_weights(self) -> None:
-        """Have the weights of evaluation where the optimizer averages; the model gets them if it had the others."""
+    def use_weights(self, *, evaluation: bool) -> None:
+        """Have the weights of evaluation, or of training, where the optimizer averages; so has a model with the others.
+
+        All ranks must call it.
+        """
         assert self.training is not None, "it has weights once it has started"
-        if self.training.rank.executor.use_weights(evaluation=True):
+        if self.training.rank.executor.use_weights(evaluation=evaluation):
             had_them, self._is_gathered = self._is_gathered, False
             if had_them:
                 self.gather()

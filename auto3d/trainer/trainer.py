@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import Checkpoints
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.gathered import of_all_ranks
-from auto3d.runtime.optimizer_class import check_resumes
+from auto3d.runtime.optimizer_class import averages, check_resumes
 from auto3d.runtime.settings import SUMMED_ITEMS
 from auto3d.runtime.training import Training, naming_this_rank
 from auto3d.runtime.waiting import waiting_for
@@ -302,10 +303,20 @@ class Trainer(transformers.Trainer):
         self._pipeline.check_optimizer(self.optimizer)
         if not isinstance(self.optimizer.state, StateOnRanks):
             self.optimizer.state = StateOnRanks()
+        if averages(type(self.optimizer)):
+            self.optimizer.eval = partial(self._use_weights, "eval", evaluation=True)
+            self.optimizer.train = partial(self._use_weights, "train", evaluation=False)
         self.create_scheduler(max_steps)
         check_rates(self.optimizer, self.lr_scheduler)
         # torch warns of a schedule whose optimizer makes no step; this one makes none, and the ranks' do.
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+
+    def _use_weights(self, called: str, *, evaluation: bool) -> None:
+        """What a script's call of ``optimizer.eval()`` or ``optimizer.train()`` does; all ranks must call it."""
+        TOGETHER.call(f"Trainer.optimizer.{called}", self.args.ddp_timeout)
+        if self._pipeline.training is not None:
+            self._pipeline.use_weights(evaluation=evaluation)
+            self._pipeline.gather()
 
     @property
     def _makes_optimizer(self) -> bool:
@@ -369,10 +380,16 @@ class Trainer(transformers.Trainer):
             if self._is_stopped and self._micro_batches_of(step, steps_in_epoch) > 1:
                 break
             TOGETHER.mark(f"goes on with step {self.state.global_step + 1}")
+            self.model.train()  # a callback may have called eval() for a sample of text, say
             if not self._ranks_agree and self._pipeline.is_outdated:
                 raise InputError(
                     "Trainer: the model was changed during the training, outside of an event of a callback; change it "
                     "in one"
+                )
+            if any(parameter.grad is not None for parameter in self.model.parameters()):
+                raise InputError(
+                    "Trainer: the model has gradients between two steps, which one process would add to those of the "
+                    "next: call model.zero_grad() where they were computed"
                 )
             self._pipeline.follow(self.optimizer)
             _, result = next(self._iterations)
@@ -518,7 +535,7 @@ class Trainer(transformers.Trainer):
             self._start(data, 1, None)
         elif not self.is_in_train:
             self._pipeline.scatter()
-        self._pipeline.use_evaluation_weights()
+        self._pipeline.use_weights(evaluation=True)
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         evaluation = self._evaluation_of(data, loss_only=loss_only, ignored=ignore_keys)
         looks = any(map(may_look, (self.compute_metrics, self.preprocess_logits_for_metrics)))

@@ -64,6 +64,7 @@ REFUSED = {
     f"{__name__}:Clipping": "mixes its parameters",
     f"{__name__}:LateCoupled": "mixes its parameters",
     f"{__name__}:Centred": "mixes its parameters",
+    f"{__name__}:Buffering": "keeps more than the state of its parameters where it switches",
     f"{__name__}:Tupled": r"keeps a int \(pair.0\)",
 }
 
@@ -125,6 +126,24 @@ class Centred(torch.optim.SGD):
         mean = torch.cat([parameter.flatten() for parameter in parameters]).mean()
         for parameter in parameters:
             parameter.fill_(mean)
+
+
+class Buffering(torch.optim.SGD):
+    """Has zeros in evaluation, and keeps the trained weights meanwhile."""
+
+    def train(self) -> None:
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            if "trained" in self.state[parameter]:
+                parameter.copy_(self.state[parameter].pop("trained"))
+
+    def eval(self) -> None:
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            if "momentum_buffer" in self.state[parameter]:
+                self.state[parameter]["trained"] = parameter.clone()
+                parameter.zero_()
+
+    def __init__(self, params, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr=lr, weight_decay=weight_decay, momentum=0.9)
 
 
 class Plain(torch.optim.Optimizer):

@@ -36,6 +36,8 @@ def test_another_trainer_is_not_given_in_place_of_one_with_a_pipeline():
     for name in ("Seq2SeqTrainer", "Seq2SeqTrainingArguments"):
         with pytest.raises(InputError, match=f"{name} trains in one process only; use Train"):
             getattr(ours, name)
+    with pytest.raises(ModuleNotFoundError, match="not a package"):  # not a second copy of all that is in it
+        import auto3d.transformers.trainer  # noqa: F401
 
 
 # The other tests train on the script of the causal LM.

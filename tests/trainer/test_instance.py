@@ -3,11 +3,13 @@
 from pathlib import Path
 from threading import Lock
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.modules import module as torch_module
 
-from auto3d.trainer.instance import build_of, separate
+from auto3d.trainer.instance import build_of, separate, traits_of
 
 
 class Helper:
@@ -37,3 +39,30 @@ def test_weights_that_share_memory_or_are_views_can_be_written(tmp_path: Path):
     found = load_file(tmp_path / "weights")
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+REGISTERED = {  # what a script may register in mid-training
+    "on a parameter": lambda model: model.weight.register_hook(torch.neg),
+    "on a parameter, once its gradient is there": lambda model: model.weight.register_post_accumulate_grad_hook(print),
+    "before a forward": lambda model: model.register_forward_pre_hook(print),
+    "after a forward": lambda model: model.register_forward_hook(print),
+    "before a backward": lambda model: model.register_full_backward_pre_hook(print),
+    "after a backward": lambda model: model.register_full_backward_hook(print),
+    "before the forward of any module": lambda _: torch_module.register_module_forward_pre_hook(print),
+    "after the forward of any module": lambda _: torch_module.register_module_forward_hook(print),
+    "before the backward of any module": lambda _: torch_module.register_module_full_backward_pre_hook(print),
+    "after the backward of any module": lambda _: torch_module.register_module_full_backward_hook(print),
+}
+
+
+@pytest.mark.parametrize("what", REGISTERED)
+def test_a_hook_is_a_trait_of_the_model(what: str):
+    """The pipeline is built again for it, or refuses it; otherwise it would be left out without a word."""
+    model = nn.Linear(2, 2)
+    before = dict(traits_of(model))
+    handle = REGISTERED[what](model)
+    try:
+        assert dict(traits_of(model)) != before
+    finally:
+        handle.remove()
+    assert dict(traits_of(model)) == before
