@@ -106,6 +106,19 @@ class Sets(transformers.TrainerCallback):
             optimizer.param_groups[1] |= {"weight_decay": 0.5, "betas": (0.5, 0.6)}
 
 
+class Switches(transformers.TrainerCallback):
+    """Has the weights of evaluation after a step that no evaluation follows, as scripts do to save them."""
+
+    def on_step_end(self, args, state, control, optimizer=None, **_):
+        if state.global_step in (1, 5):
+            optimizer.eval()
+
+
+class Freezes(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **_):
+        model.model.layers[0].requires_grad_(False)
+
+
 class Adds(transformers.TrainerCallback):
     """Adds a group with the parameters that the optimizer lacks."""
 
@@ -152,7 +165,8 @@ SCRIPTS = {  # name -> the script's optimizer of its model with a schedule, its 
     "averages for evaluation": (
         lambda model: (None, None),
         Nothing,
-        {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "warmup_steps": 2, "weight_decay": 0.1},
+        {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "warmup_steps": 2, "weight_decay": 0.1}
+        | {"max_steps": 5, "callbacks": [Switches()]},
     ),
     "a name": (lambda model: (None, None), Nothing, {"optim": "adagrad", "max_grad_norm": 0.1}),
 }
@@ -378,3 +392,17 @@ def test_an_optimizer_that_ranks_cannot_make_again_is_refused_in_one_line(names,
     for found in processes.run(2, partial(lines, names=names), tmp_path, free_port()):
         for name in names:
             assert found[name].startswith(REFUSED[name][1]), name
+
+
+def frozen(world, folder, port):
+    begin(world, folder, port)
+    with pytest.raises(InputError) as caught:
+        made("averages for evaluation", callbacks=[Freezes()]).train()
+    return str(caught.value)
+
+
+def test_freezing_what_an_averaging_optimizer_has_learnt_is_refused(processes, tmp_path):
+    """transformers' optimizer would go on switching it between its weights of training and of evaluation."""
+    for line in processes.run(2, frozen, tmp_path, free_port()):
+        assert line.startswith("model: model.layers.0.")
+        assert "is frozen in mid-training" in line
