@@ -198,6 +198,16 @@ class Trainer(transformers.Trainer):
     def hyperparameter_search(self, *arguments: Any, **named: Any) -> Any:
         raise InputError("Trainer.hyperparameter_search: refused: it would need a pipeline for each trial")
 
+    def training_step(self, *arguments: Any, **named: Any) -> Any:
+        raise InputError(
+            "Trainer.training_step: refused: this process alone has no step; train() makes those of all ranks"
+        )
+
+    def prediction_step(self, *arguments: Any, **named: Any) -> Any:
+        raise InputError(
+            "Trainer.prediction_step: refused: it would run in this process alone; use predict() on all ranks"
+        )
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights, the config and the tokenizer for ``from_pretrained``. All ranks must call it."""
         TOGETHER.call("Trainer.save_model", self.args.ddp_timeout)

@@ -223,21 +223,21 @@ def in_one_process(processes, tmp_path_factory):
     [{"pp": 2}, *soak({"tp": 2}, {"dp": 2, "pp": 2, "shard_optimizer": True})],
     ids=str,
 )
+@pytest.mark.parametrize("names", SHARES, ids=", ".join)
 def test_an_optimizer_of_the_script_updates_as_in_one_transformers_process(
-    degrees, in_one_process, processes, tmp_path
+    degrees, names, in_one_process, processes, tmp_path
 ):
     ranks = prod(value for key, value in degrees.items() if key in ("dp", "tp", "pp"))
     assert len({tuple(found) for found, *_ in in_one_process.values()}) == len(in_one_process), (
         "each is another training"
     )
-    for names in SHARES:
-        for each in processes.run(ranks, partial(trained, names=names, **degrees), tmp_path, free_port()):
-            for name in names:
-                found, weights, groups = in_one_process[name]
-                assert each[name][0] == pytest.approx(found, rel=1e-4), name
-                assert each[name][2] == groups, name
-                for key, value in weights.items():
-                    assert each[name][1][key] == pytest.approx(value, rel=1e-3, abs=2e-5), (name, key)
+    for each in processes.run(ranks, partial(trained, names=names, **degrees), tmp_path, free_port()):
+        for name in names:
+            found, weights, groups = in_one_process[name]
+            assert each[name][0] == pytest.approx(found, rel=1e-4), name
+            assert each[name][2] == groups, name
+            for key, value in weights.items():
+                assert each[name][1][key] == pytest.approx(value, rel=1e-3, abs=2e-5), (name, key)
 
 
 RESUMED = (

@@ -75,6 +75,12 @@ def test_arguments_of_the_trainer_are_refused():
             check_trainer(given)
 
 
+def test_a_step_of_one_process_is_refused():
+    for method in (Trainer.training_step, Trainer.prediction_step):
+        with pytest.raises(InputError, match=f"Trainer.{method.__name__}: refused: "):
+            method(None, torch.nn.Linear(1, 1), {})
+
+
 @pytest.mark.parametrize("method", ["training_step", "prediction_step", "create_optimizer_and_scheduler"])
 def test_an_overridden_method_that_is_not_called_is_refused(method):
     check_overrides(type("Mine", (Trainer,), {"log": lambda self, *_: None}), Trainer)
