@@ -385,7 +385,7 @@ def _can_go_on_from_evaluation(
 
 
 def _copy(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
-    """Give ``other`` the numbers and the state of ``one``, as a checkpoint would."""
+    """Give ``other`` the numbers and the state of ``one``, as a checkpoint would; no flags, which say its weights."""
     for mine, group in zip(one.param_groups, other.param_groups, strict=True):
         group.update({key: value for key, value in mine.items() if key != "params" and not isinstance(value, bool)})
     for (_, mine), (_, state) in zip(_states(one), _states(other), strict=True):
