@@ -39,6 +39,7 @@ class Evaluated:
     losses: Sequence[float] | None  # mean over the real targets of each ``at_once`` samples, or their sum
     targets: Sequence[float]  # how many these are; 1 for a sum
     labels: tuple[np.ndarray, ...]
+    inputs: np.ndarray | None  # main input of each sample, if metrics are to get it
     at_once: int
 
 
@@ -108,18 +109,20 @@ def evaluated(
     evaluation: Evaluation,
     *,
     preprocess: Callable[..., torch.Tensor] | None,
+    main_input: str | None = None,
 ) -> Evaluated:
     """Run ``evaluation`` of ``data`` in the pipeline; all ranks must call it.
 
-    The predictions are the model's outputs after ``preprocess``.
+    The predictions are the model's outputs after ``preprocess``. The input ``main_input`` is kept for metrics.
     """
     assert pipeline.training is not None
     samples, has_labels = evaluation.samples, evaluation.has_labels
     kept = data.label_names if has_labels else ()
-    result = _run(pipeline.training, data, evaluation, kept)
+    asked = (*kept, *([main_input] if main_input else []))
+    result = _run(pipeline.training, data, evaluation, asked)
     batch = args.per_device_eval_batch_size
     # A collator may draw: metrics must get the labels of the draw that the stages have read.
-    if unread := [name for name in kept if name not in result.inputs]:
+    if unread := [name for name in asked if name not in result.inputs]:
         raise InputError(f"Trainer: the model does not use {' and '.join(unread)}, so no stage reads it; leave it out")
     labels = tuple(result.inputs[name][:samples] for name in kept)
     predictions = tree_map(lambda name: result.outputs[name][:samples], evaluation.predictions)
@@ -133,6 +136,7 @@ def evaluated(
         losses=result.losses if has_labels else None,
         targets=[1.0] * len(result.losses) if is_summed else result.targets,
         labels=of_labels,
+        inputs=result.inputs[main_input][:samples].numpy() if main_input else None,
         at_once=evaluation.at_once,
     )
 
@@ -192,9 +196,11 @@ def metrics_of(
     """
     metrics: dict[str, Any] = {}
     if compute is not None and result.predictions is not None and result.label_ids is not None:
-        given = EvalPrediction(predictions=result.predictions, label_ids=result.label_ids)
+        batch = args.per_device_eval_batch_size if args.batch_eval_metrics else None
         metrics = of_rank_0(
-            lambda: denumpify_detensorize(compute(given)), "to compute the metrics", timeout_s=args.ddp_timeout
+            lambda: denumpify_detensorize(_computed(compute, result, batch)),
+            "to compute the metrics",
+            timeout_s=args.ddp_timeout,
         )
     if result.losses is not None:
         metrics["loss"] = mean_loss(
@@ -208,6 +214,21 @@ def metrics_of(
             finite=args.logging_nan_inf_filter,
         )
     return {name if name.startswith(prefix) else prefix + name: value for name, value in metrics.items()}
+
+
+def _computed(compute: Callable[..., dict], result: Evaluated, batch: int | None) -> dict[str, Any]:
+    """What ``compute`` makes of all samples; with ``batch``, of tensors of so many at a time, as in transformers."""
+    if batch is None:
+        return compute(EvalPrediction(result.predictions, result.label_ids, inputs=result.inputs))
+    metrics: dict[str, Any] = {}
+    samples = len(tree_leaves(result.predictions)[0])
+    for first in range(0, samples, batch):
+        predictions, labels = tree_map(
+            lambda each, first=first: torch.from_numpy(each[first : first + batch]),
+            (result.predictions, result.label_ids),
+        )
+        metrics = compute(EvalPrediction(predictions, labels), compute_result=first + batch >= samples)
+    return metrics
 
 
 def shifts_labels(loss_type: str | None) -> bool:

@@ -117,8 +117,8 @@ ARGUMENTS: Mapping[str, Decision] = {
     "eval_do_concat_batches": Refused("predictions are one array for all samples", (True,)),
     "eval_use_gather_object": Refused("predictions are tensors"),
     "eval_accumulation_steps": WithoutEffect("predictions go to the host at once"),
-    "include_for_metrics": Refused("compute_metrics gets predictions and label_ids", (None, [])),
-    "batch_eval_metrics": Refused("compute_metrics gets all samples at once"),
+    "include_for_metrics": Honoured((None, [], ["inputs"]), "the losses of batches are not kept for compute_metrics"),
+    "batch_eval_metrics": Honoured(),
     "save_only_model": Honoured(),
     "save_strategy": Honoured(),
     "save_steps": Honoured(),
@@ -224,6 +224,11 @@ def check_arguments(args: Any) -> None:
     """Raise InputError for the first argument whose meaning cannot hold under pipelining."""
     _check("TrainingArguments", ARGUMENTS, vars(args))
     _check("TrainingArguments.accelerator_config", ACCELERATOR, vars(args.accelerator_config))
+    if args.batch_eval_metrics and args.include_for_metrics:
+        raise InputError(
+            f"TrainingArguments.include_for_metrics: found {args.include_for_metrics} with batch_eval_metrics, where "
+            "transformers gives all inputs of a batch and not the main one; leave out one of the two"
+        )
 
 
 def check_trainer(given: Mapping[str, Any]) -> None:

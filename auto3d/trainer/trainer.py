@@ -401,6 +401,12 @@ class Trainer(transformers.Trainer):
                     "Trainer: the model has gradients between two steps, which one process would add to those of the "
                     "next: call model.zero_grad() where they were computed"
                 )
+            if self.state.global_step >= self._max_steps:
+                raise InputError(
+                    f"Trainer: a callback lets the training go on after its last step, {self._max_steps} (by "
+                    "state.max_steps or control.should_training_stop), for which the pipeline was made; set "
+                    "TrainingArguments.max_steps"
+                )
             self._pipeline.follow(self.optimizer)
             _, result = next(self._iterations)
             self._pipeline.trained()
@@ -551,7 +557,14 @@ class Trainer(transformers.Trainer):
         looks = any(map(may_look, (self.compute_metrics, self.preprocess_logits_for_metrics)))
         if of_all_ranks([int(looks)], torch.int64, timeout_s=args.ddp_timeout).any():
             self._pipeline.gather()
-        result = evaluated(self._pipeline, data, args, evaluation, preprocess=self.preprocess_logits_for_metrics)
+        result = evaluated(
+            self._pipeline,
+            data,
+            args,
+            evaluation,
+            preprocess=self.preprocess_logits_for_metrics,
+            main_input=self._main_input if args.include_for_metrics else None,
+        )
         self.callback_handler.eval_dataloader = dataloader
         for _ in range(-(-samples // args.per_device_eval_batch_size)):
             self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)

@@ -275,6 +275,65 @@ def test_predictions_are_those_of_transformers(processes, tmp_path):
                 assert here == pytest.approx(there, rel=1e-4, abs=1e-5), name
 
 
+class GoesOn(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        state.max_steps = 5
+
+
+def more_steps(world, folder, port):
+    begin(world, folder, port)
+    with pytest.raises(InputError) as caught:
+        small.trainer(max_steps=3, callbacks=[GoesOn()]).train()
+    return str(caught.value)
+
+
+def test_more_steps_than_were_asked_for_are_refused(processes, tmp_path):
+    for line in processes.run(2, more_steps, tmp_path, free_port()):
+        assert line.startswith("Trainer: a callback lets the training go on after its last step, 3")
+
+
+class ByBatch:
+    """Metrics that add up what they get of each batch, and say so at the last."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, given, compute_result):
+        assert isinstance(given.predictions, torch.Tensor)
+        self.seen.append((len(given.label_ids), float(given.predictions.double().square().sum())))
+        return (
+            {"batches": [size for size, _ in self.seen], "sum": sum(each for _, each in self.seen)}
+            if compute_result
+            else {}
+        )
+
+
+def of_inputs(given):
+    return {"inputs": given.inputs.sum(axis=1).tolist(), "predictions": given.predictions.shape}
+
+
+def metrics_of_batches_and_inputs(world, folder, port, *classes):
+    begin(world, folder, port, ours=not classes)
+    options = {"classes": classes} if classes else {}
+    options |= {"eval_dataset": small.with_labels(small.rows(10)), "per_device_eval_batch_size": 4}
+    return [
+        small.trainer(**options, **further).evaluate()
+        for further in (
+            {"metrics": ByBatch(), "batch_eval_metrics": True},
+            {"metrics": of_inputs, "include_for_metrics": ["inputs"]},
+        )
+    ]
+
+
+def test_metrics_get_batches_or_inputs_as_in_transformers(processes, tmp_path):
+    classes = (transformers.Trainer, transformers.TrainingArguments)
+    (one,) = processes.run(1, metrics_of_batches_and_inputs, tmp_path, None, *classes)
+    for found in processes.run(2, metrics_of_batches_and_inputs, tmp_path, free_port()):
+        for here, there in zip(found, one, strict=True):
+            for name in there.keys() - {name for name in there if name.endswith(("runtime", "per_second", "_time"))}:
+                assert here[name] == pytest.approx(there[name], rel=1e-4), name
+
+
 def changed(world, folder, port, make=None):
     """Losses where the script changes the model between the calls of the Trainer."""
     begin(world, folder, port, ours=make is None)
