@@ -129,6 +129,10 @@ class Executor:
         for total, late_s in self._totals.remaining():
             yield self._result(self._late(total), late_s)
 
+    def read_anew(self) -> None:
+        """Forget the inputs that were read ahead of the next program, because the data are others from now on."""
+        self._inputs.end()
+
     def use_weights(self, *, evaluation: bool) -> bool:
         """Have the weights of evaluation, or those that are trained; returns whether these are others than before.
 

@@ -72,7 +72,7 @@ class MicroBatchInputs:
         self._loader.start(needs, program.iterations, self._begin)
 
     def end(self) -> None:
-        """End the loading: no program follows."""
+        """End the loading, and forget what it has read ahead; another program begins it again."""
         self._loader.end()
 
     def of(self, micro_batch: int, stage: Stage) -> dict[str, torch.Tensor]:

@@ -112,9 +112,9 @@ class CollatedData:
         """The same data, all of whose batches must have the inputs and shapes of its first samples."""
         samples = self.order.of(0)[:2]
         batch = self.collated(samples, [0, 0])
-        before = _counters(self.dataset, self.collate)
+        before = self.numbers()
         self.collated(samples, [0, 0])
-        for name, value in _counters(self.dataset, self.collate).items():
+        for name, value in self.numbers().items():
             if value != before.get(name):
                 raise InputError(
                     f"{name}: it changes as a batch is read; ranks read batches beside each other, so what a sample is "
@@ -123,6 +123,20 @@ class CollatedData:
         shapes = {name: InputSpec(shape=tuple(value.shape[1:]), dtype=value.dtype) for name, value in batch.items()}
         check_shapes(batch, shapes, samples=len(samples))
         return replace(self, shapes=shapes)
+
+    def numbers(self) -> dict[str, float]:
+        """The numbers that the dataset and the collator hold as attributes."""
+        collate = getattr(self.collate, "data_collator", self.collate)  # transformers may have wrapped the user's
+        holders = {
+            "train_dataset or eval_dataset": self.dataset,
+            "data_collator": getattr(collate, "__self__", collate),
+        }
+        return {
+            f"{who}: {name}": value
+            for who, holder in holders.items()
+            for name, value in getattr(holder, "__dict__", {}).items()
+            if type(value) in (int, float)
+        }
 
     def check(self, samples: Sequence[int]) -> None:
         """Raise InputError if a batch of ``samples`` cannot be trained."""
@@ -272,18 +286,6 @@ def check_shapes(batch: Mapping[str, torch.Tensor], shapes: Mapping[str, InputSp
                 f"data_collator: {name} has shape {list(found)} and type {batch[name].dtype}; the first batch says "
                 f"{list(wanted)} and {spec.dtype}; if samples differ in length, give TrainingArguments.sequence_length"
             )
-
-
-def _counters(dataset: Any, collate: Callable[..., Any]) -> dict[str, float]:
-    """The numbers that the dataset and the collator hold as attributes."""
-    collate = getattr(collate, "data_collator", collate)  # transformers may have wrapped the user's
-    holders = {"train_dataset or eval_dataset": dataset, "data_collator": getattr(collate, "__self__", collate)}
-    return {
-        f"{who}: {name}": value
-        for who, holder in holders.items()
-        for name, value in getattr(holder, "__dict__", {}).items()
-        if type(value) in (int, float)
-    }
 
 
 def _fetch(dataset: Any, samples: Sequence[int]) -> list[Any]:

@@ -284,6 +284,7 @@ class Trainer(transformers.Trainer):
         self._check_reads(data)
         self._iterations, self._data, self._max_steps = training.iterations(), data, max_steps
         assert isinstance(data.order, TrainOrder)
+        self._numbers = data.numbers()
         self._order, self._flos_of_sample = data.order, self._flos_of_one(data.shapes)
         if resume_from_checkpoint is not None:
             load_rates(Path(resume_from_checkpoint), self.optimizer, self.lr_scheduler, steps=training.first)
@@ -389,6 +390,7 @@ class Trainer(transformers.Trainer):
             # transformers looks at these flags after each micro-batch: before the step, if there are several.
             if self._is_stopped and self._micro_batches_of(step, steps_in_epoch) > 1:
                 break
+            self._follow_data(begins_epoch=step == first)
             TOGETHER.mark(f"goes on with step {self.state.global_step + 1}")
             self.model.train()  # a callback may have called eval() for a sample of text, say
             if not self._ranks_agree and self._pipeline.is_outdated:
@@ -423,6 +425,20 @@ class Trainer(transformers.Trainer):
                 break
         self.control = self.callback_handler.on_epoch_end(args, self.state, self.control)
         log_evaluate_save()
+
+    def _follow_data(self, *, begins_epoch: bool) -> None:
+        """Read anew what a callback has made others; raises InputError unless the step ``begins_epoch``."""
+        assert self._pipeline.training is not None
+        numbers = self._data.numbers()
+        changed = [name for name, value in numbers.items() if self._numbers.get(name, value) != value]
+        if changed and not begins_epoch:
+            raise InputError(
+                f"Trainer: {changed[0]} was changed in the middle of an epoch, of which samples have been read ahead; "
+                "change it in on_epoch_begin, say"
+            )
+        if changed:
+            self._pipeline.training.rank.executor.read_anew()
+        self._numbers = numbers
 
     @property
     def _is_stopped(self) -> bool:

@@ -4,12 +4,13 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 
 import pytest
 import torch
 
-from auto3d.data import Batches, DataError, DataSettings, InputField
+from auto3d.data import Batches, DataError, DataSettings, InputField, Reading
 from auto3d.runtime.loading import PREFETCHED, ComparedMicroBatch, Loader, Need, is_compared, needs_of
 from auto3d.schedule import build_schedule
 from auto3d.schedule.lowering import lower
@@ -107,6 +108,35 @@ def test_the_inputs_of_an_equal_next_program_are_prefetched():
     loader.start(needs(6), iterations=1)
     take(loader, needs(6))
     assert len(memory.pinned) == 2 * PREFETCHED, "all programs use the same memory"
+
+
+class Changing:
+    """Data of one number, which may change."""
+
+    def __init__(self) -> None:
+        self.value, self.reads = 0, 0
+
+    def read(self, iteration: int, index: int, names: tuple[str, ...]) -> Reading:
+        self.reads += 1
+        return Reading(inputs={name: torch.tensor([self.value]) for name in names})
+
+
+def test_what_was_read_ahead_is_forgotten_where_the_data_change():
+    data, memory = Changing(), LateMemory()
+    loader = Loader(data, memory)
+    for program, forgets in ((needs(5), False), (needs(6), True)):
+        if forgets:
+            deadline = time.monotonic() + 30
+            while data.reads < 8 + PREFETCHED and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert data.reads > 8, "the next program has been read ahead"
+            data.value = 1
+            loader.end()
+        loader.start(program, iterations=1)
+        found = take(loader, program)
+    for copy in memory.queued:
+        copy.synchronize()
+    assert {int(tensor) for inputs in found for tensor in inputs.values()} == {1}
 
 
 def test_what_is_compared_is_read_in_the_first_iterations_and_now_and_then():

@@ -275,6 +275,50 @@ def test_predictions_are_those_of_transformers(processes, tmp_path):
                 assert here == pytest.approx(there, rel=1e-4, abs=1e-5), name
 
 
+class Staged(torch.utils.data.Dataset):
+    """Samples that are others in another stage, as in a curriculum."""
+
+    def __init__(self):
+        self.rows, self.stage = small.with_labels(small.rows()), 0
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, place):
+        tokens = (self.rows[place]["input_ids"] + self.stage) % 64
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Advances(transformers.TrainerCallback):
+    """Goes on to the next stage in an event."""
+
+    def __init__(self, event, data):
+        self.data = data
+        setattr(self, event, self.advance)
+
+    def advance(self, args, state, control, **_):
+        self.data.stage += 7
+
+
+def in_stages(world, folder, port, *classes):
+    begin(world, folder, port, ours=not classes)
+    options, data = {"classes": classes} if classes else {}, Staged()
+    found = losses(small.trainer(data=data, callbacks=[Advances("on_epoch_begin", data)], max_steps=12, **options))
+    if classes:
+        return found, ""
+    with pytest.raises(InputError) as caught:
+        small.trainer(data=data, callbacks=[Advances("on_step_end", data)]).train()
+    return found, str(caught.value)
+
+
+def test_data_that_a_callback_changes(processes, tmp_path):
+    """At the start of an epoch as in transformers, which in its middle has read ahead."""
+    ((one, _),) = processes.run(1, in_stages, tmp_path, None, transformers.Trainer, transformers.TrainingArguments)
+    for found, line in processes.run(2, in_stages, tmp_path, free_port()):
+        assert found == pytest.approx(one, rel=1e-4)
+        assert line.startswith("Trainer: train_dataset or eval_dataset: stage was changed in the middle of an epoch")
+
+
 class GoesOn(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         state.max_steps = 5
