@@ -64,6 +64,10 @@ INSTEAD = {  # command -> a smaller one of the same kind
     "auto3d train tiny training.optimizer=muon training.learning_rate=1e-3": (
         f"auto3d train tiny training.optimizer=muon training.learning_rate=1e-3 {FEW}"
     ),
+    "auto3d train tiny training.optimizer=schedulefree:AdamWScheduleFree training.learning_rate_schedule=constant": (
+        "auto3d train tiny training.optimizer=schedulefree:AdamWScheduleFree training.learning_rate_schedule=constant "
+        f"{FEW} {UNCOMPARED}"
+    ),
     "auto3d profile tiny": "auto3d profile tiny cluster.devices_per_node=1",
     "auto3d profile RECIPE": "auto3d profile tiny cluster.devices_per_node=1",
     "auto3d doctor tiny --devices --report doctor.md": (
