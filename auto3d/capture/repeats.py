@@ -51,12 +51,8 @@ from auto3d.capture.python_state import PythonState, StateSnapshot
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 _CONTAINERS = (tuple, list, dict, OrderedDict, defaultdict)
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)  # of a module; torch has as many for all
+# A module keeps its hooks in these attributes; torch has as many for the hooks of all modules.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from auto3d.runtime.settings import OptimizerSettings
 
-_LEAST_NORM = 1e-3  # of a row of weights, so that rows of zeros can grow (Brock and others, section 4.1)
+_LEAST_NORM = 1e-3  # taken for rows of weights with less, so that zeros can grow (Brock and others, section 4.1)
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from tests.targets import end
 
 FILE = Path("results/search/planning.md")
 BESIDE = Path("results/search/planning-beside.md")
-ROUNDS = 3  # of both commits at once
+ROUNDS = 3  # each plans a case by both commits at once
 REAL = (
     "gpt1.4b", "gpt2.5b", "gpt8.3b", "gpt20b", "gpt175b", "bert48", "gpt2-64", "llama3-8b", "llama3-70b", "t5-11b",
     "vit-22b",
