@@ -62,7 +62,7 @@ def test_a_preempted_training_goes_on_where_it_was(trainings, tmp_path_factory):
         trainings.start("train", *PLAN, EACH, "launch.nodelist=n1,n2"),
         undisturbed.start("train", *PLAN, *HERE, QUIET),
     ]
-    wait_for("the first checkpoint", lambda: trainings.saved() >= 500, timeout_s=100)
+    wait_for("the first checkpoint", lambda: trainings.saved() >= 500, timeout_s=200)
     job = trainings.job()
     trainings.cluster.run("srun", "--partition=high", "--exclusive", "--nodelist=n1,n2", "true")
     saved = trainings.saved()

@@ -131,6 +131,7 @@ class Adds(transformers.TrainerCallback):
             lr_scheduler.lr_lambdas.append(lambda step: 1 / step)
 
 
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 SCRIPTS = {  # name -> the script's optimizer of its model with a schedule, its methods, its arguments
     "groups, and the schedule of the arguments": (
         lambda model: (by_layer(model), None),
@@ -153,7 +154,8 @@ SCRIPTS = {  # name -> the script's optimizer of its model with a schedule, its 
         lambda model: (None, None),
         Nothing,
         {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5}}
-        | {"metric_for_best_model": "eval_loss"},
+        | {"metric_for_best_model": "eval_loss"}
+        | EVALUATED,
     ),
     "numbers that a callback sets": (lambda model: (None, None), Nothing, {"callbacks": [Sets()], "weight_decay": 0.1}),
     "a pipeline that is built again": (with_milestones, Nothing, {"callbacks": [Rebuilds()], "max_steps": 5}),
@@ -166,7 +168,8 @@ SCRIPTS = {  # name -> the script's optimizer of its model with a schedule, its 
         lambda model: (None, None),
         Nothing,
         {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "warmup_steps": 2, "weight_decay": 0.1}
-        | {"max_steps": 5, "callbacks": [Switches()]},
+        | {"max_steps": 5, "callbacks": [Switches()]}
+        | EVALUATED,
     ),
     "a name": (lambda model: (None, None), Nothing, {"optim": "adagrad", "max_grad_norm": 0.1}),
 }
@@ -176,7 +179,7 @@ def made(name, *classes, **options):
     optimizers, methods, of_script = SCRIPTS[name]
     trainer, arguments = classes or (Trainer, TrainingArguments)
     model = small.llama()
-    defaults = {"max_steps": 6, "lr_scheduler_type": "linear", "eval_strategy": "steps", "eval_steps": 2}
+    defaults = {"max_steps": 6, "lr_scheduler_type": "linear"}
     return small.trainer(
         model,
         eval_dataset=small.with_labels(small.rows(8)),
@@ -240,31 +243,27 @@ def test_an_optimizer_of_the_script_updates_as_in_one_transformers_process(
                 assert each[name][1][key] == pytest.approx(value, rel=1e-3, abs=2e-5), (name, key)
 
 
-RESUMED = (
-    *("a schedule for each group", "a cycle of momentum", "a schedule of milestones", "methods"),
-    "averages for evaluation",
-)
-
-
-def resumed(world, folder, port):
+def resumed(world, folder, port, name):
     begin(world, folder, port)
-    pairs = []
-    for name in RESUMED:
-        output = {"output_dir": name.replace(" ", "-"), "save_steps": 4}
-        whole = made(name, save_strategy="steps", **output)
-        whole.train()
-        again = made(name, **output)
-        again.train(resume_from_checkpoint=f"{output['output_dir']}/checkpoint-4")
-        pairs.append((name, numbers(whole)[-8:], numbers(again)[-8:]))
-    ended = made(name, **output)
+    whole = made(name, save_strategy="steps", save_steps=4)
+    whole.train()
+    again, ended = made(name), made(name)
+    again.train(resume_from_checkpoint="out/checkpoint-4")
     ended.train(resume_from_checkpoint=True)  # the last one, after all steps
-    return [*pairs, ("no step is left", numbers(whole), numbers(ended))]
+    return [numbers(trainer) for trainer in (whole, again, ended)]
 
 
-def test_a_training_that_resumes_goes_on_at_the_rates_of_its_schedule(processes, tmp_path):
-    for pairs in processes.run(2, resumed, tmp_path, free_port()):
-        for name, whole, again in pairs:
-            assert again == whole, name
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a schedule for each group", "a cycle of momentum", "averages for evaluation"),
+        *soak("a schedule of milestones", "methods"),
+    ],
+)
+def test_a_training_that_resumes_goes_on_at_the_rates_of_its_schedule(name, processes, tmp_path):
+    for whole, again, ended in processes.run(2, resumed, tmp_path, free_port(), name):
+        assert again == whole
+        assert ended == whole
 
 
 class Doubling(torch.optim.SGD):
