@@ -15,6 +15,7 @@ from auto3d.runtime.optimizer_state import note_counts
 from auto3d.runtime.parameter_groups import UpdateRules
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES, OptimizerSettings
+from auto3d.runtime.stand_ins import AllParameters
 from auto3d.runtime.weight_shard import WeightShard
 
 
@@ -52,9 +53,11 @@ def build_optimizers(
     iterations: int,
     shards: Sequence[WeightShard] = (),
     run_ahead: RunAhead | None = None,
+    of_all_ranks: AllParameters | None = None,
 ) -> Optimizers:
     """One optimizer for the ``parameters`` and the slices of ``shards`` (ZeRO-1) of each of ``rules``.
 
+    An optimizer that adds up numbers over all parameters does so over those ``of_all_ranks`` (None: ``parameters``).
     The other arguments and errors are those of ``build_optimizer``.
     """
     updated: dict[OptimizerSettings, list[nn.Parameter]] = {}
@@ -62,8 +65,15 @@ def build_optimizers(
         updated.setdefault(rules[name], []).append(parameter)
     for piece in (piece for shard in shards for piece in shard.pieces):
         updated.setdefault(piece.rule, []).append(piece.tensor)
+    together: dict[OptimizerSettings, AllParameters] = {}
+    if of_all_ranks is not None:
+        together = {rule: of_all_ranks for rule in updated if traits_of(rule).adds_up}
+    for rule in together:
+        updated[rule] = together[rule].of([name for name, other in rules.items() if other == rule], parameters)
     return {
-        rule: build_optimizer(each, rule, iterations=iterations, shards=shards, run_ahead=run_ahead)
+        rule: build_optimizer(
+            each, rule, iterations=iterations, shards=shards, run_ahead=run_ahead, together=together.get(rule)
+        )
         for rule, each in updated.items()
     }
 
@@ -75,12 +85,13 @@ def build_optimizer(
     iterations: int,
     shards: Sequence[WeightShard] = (),
     run_ahead: RunAhead | None = None,
+    together: AllParameters | None = None,
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """The optimizer of ``parameters``, and its learning-rate schedule for ``iterations`` iterations.
 
     ``settings`` have no groups. Some parameters may be slices of ``shards``. With ``run_ahead``, and if the settings
-    say so, its state and its update are on the host. Raises InputError for settings that no optimizer or schedule
-    accepts.
+    say so, its state and its update are on the host. With ``together``, the optimizers of all ranks make their steps
+    together. Raises InputError for settings that no optimizer or schedule accepts.
     """
     kind, options = optimizer_class(settings)
     groups: list[dict[str, Any]] = [{"params": list(parameters)}]
@@ -100,9 +111,11 @@ def build_optimizer(
         if shards:
             optimizer.register_step_pre_hook(follow)
     if settings.clip_value or settings.clip_ratio:
-        updated = [each for group in optimizer.param_groups for each in group["params"]]
+        updated = [each for group in optimizer.param_groups for each in group["params"] if not each.is_meta]
         optimizer.register_step_pre_hook(lambda *_: clip(updated, settings))
     note_counts(optimizer, traits_of(settings).counts)
+    if together is not None:
+        together.step_together(optimizer)
     return optimizer, _learning_rate_schedule(optimizer, settings, iterations)
 
 

@@ -7,11 +7,13 @@ from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.skeleton import skeleton
 from auto3d.errors import InputError
+from auto3d.partition.stage import cut
 from auto3d.plan import Plan
 from auto3d.runtime.optimizer import check_schedule
 from auto3d.runtime.optimizer_class import is_elementwise, traits_of
 from auto3d.runtime.parameter_groups import UpdateRules
 from auto3d.runtime.settings import BIASES_AND_NORMS, MUON, OptimizerSettings, TrainingSettings
+from auto3d.schedule.shape import shape_of
 
 
 def check_optimizer(captured: CapturedModel, plan: Plan, settings: TrainingSettings, rules: UpdateRules) -> None:
@@ -20,6 +22,8 @@ def check_optimizer(captured: CapturedModel, plan: Plan, settings: TrainingSetti
     check_schedule(optimizer, settings.iterations)
     if optimizer.offload and settings.device == "cpu" and settings.emulation is None:
         raise InputError("offload_optimizer: true, but ranks on CPUs hold the optimizer's state on the host; use false")
+    if optimizer.offload and (adding := [rule.optimizer for rule in rules.values() if traits_of(rule).adds_up]):
+        raise InputError(f"offload_optimizer: true, but {adding[0]} adds up numbers over the ranks' devices; use false")
     if optimizer.offload and (averaging := [rule.optimizer for rule in rules.values() if traits_of(rule).averages]):
         raise InputError(
             f"offload_optimizer: true, but {averaging[0]} has other weights in evaluation, to which only those on the "
@@ -31,7 +35,28 @@ def check_optimizer(captured: CapturedModel, plan: Plan, settings: TrainingSetti
 def check_updates(graph: Graph, plan: Plan, rules: UpdateRules) -> None:
     """Raise InputError unless the optimizers of ``rules`` can update what each rank of ``plan`` has of the weights."""
     for rule in dict.fromkeys(rules.values()):
+        if traits_of(rule).adds_up:
+            _check_adds_up(graph, plan, rule, rules)
         _check_rule(graph, plan, rule, [name for name, other in rules.items() if other == rule])
+
+
+def _check_adds_up(graph: Graph, plan: Plan, rule: OptimizerSettings, rules: UpdateRules) -> None:
+    """Raise InputError unless all ranks of ``plan`` make each step of ``rule`` once, at the same time."""
+    adds = f"optimizer: {rule.optimizer} adds up numbers over all parameters"
+    if any(other != rule and other.optimizer == rule.optimizer for other in rules.values()):
+        raise InputError(
+            f"{adds}, and groups of them have optimizers of their own; give it one group, with a weight_decay of 0 or "
+            "without exempt parameters"
+        )
+    shape = shape_of(plan)
+    if shape.asynchronous or len(shape.device_of) > plan.pp:
+        raise InputError(
+            f"{adds} when all their gradients are known, and under {plan.schedule} a rank updates several stages one "
+            "after the other; use a synchronous schedule with one stage on each device, such as 1f1b"
+        )
+    for number, stage in enumerate(cut(graph, plan.stages)):
+        if not any(rules.get(name) == rule for name in stage.state):
+            raise InputError(f"{adds}, and stage {number} trains none of them; use fewer stages")
 
 
 def _check_rule(graph: Graph, plan: Plan, rule: OptimizerSettings, names: Sequence[str]) -> None:

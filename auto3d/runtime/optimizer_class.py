@@ -2,10 +2,11 @@
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
+from io import StringIO
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from auto3d.errors import InputError
 from auto3d.runtime.settings import MUON, OPTIMIZERS, OptimizerSettings
+from auto3d.runtime.stand_ins import NumbersRead, stand_in
 
 # Each element's update depends on that element of the weight, its gradient and its state alone, so any rank may update
 # any slice of a weight. Adafactor and Muon mix the elements of a weight. Other classes are tried.
@@ -43,15 +45,17 @@ class Traits:
     dimensions: frozenset[int]  # numbers of dimensions of the parameters that it updates
     counts: tuple[str, ...]  # numbers, of a parameter group or beside the state of parameters, that its steps change
     averages: bool = False  # whether evaluation has other weights than training
+    adds_up: bool = False  # whether numbers are added up over all parameters, each found of one parameter
 
 
 @contextmanager
-def on_one_thread() -> Iterator[None]:
-    """Try optimizers without a pool of threads: this process may fork ranks, and a pool does not outlive a fork."""
+def trying() -> Iterator[None]:
+    """Try optimizers without what they print, and without a pool of threads, which does not outlive a fork of ranks."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with redirect_stdout(StringIO()):
+            yield
     finally:
         torch.set_num_threads(threads)
 
@@ -90,13 +94,13 @@ def optimizer_class(settings: OptimizerSettings) -> tuple[type[torch.optim.Optim
 
 
 @cache
-@on_one_thread()
+@trying()
 def is_elementwise(settings: OptimizerSettings) -> bool:
     """Whether a rank may update any slice of a weight alone."""
     kind, arguments = _class_and_arguments(settings)
     if kind in ELEMENTWISE:
         return True
-    if not {1, 2} <= traits_of(settings).dimensions:
+    if traits_of(settings).adds_up or not {1, 2} <= traits_of(settings).dimensions:
         return False
     small = [(shape, 2) for shape in _PROBE_SHAPES if len(shape) in traits_of(settings).dimensions]
     large = (_LARGE_PROBE, _LARGE_PROBE_AT)
@@ -222,7 +226,7 @@ def _imported(path: str) -> type[torch.optim.Optimizer]:
 
 
 @cache
-@on_one_thread()
+@trying()
 def traits_of(settings: OptimizerSettings) -> Traits:
     """Try the optimizer on small parameters: it must accept its arguments and update each parameter on its own.
 
@@ -255,15 +259,19 @@ def traits_of(settings: OptimizerSettings) -> Traits:
         mixes = not all(
             torch.equal(one, _in_evaluation(other)[0]) for one, other in zip(of_evaluation, alone, strict=True)
         )
-    if mixes:
+    depends = any(_numbers(other) != _numbers(together) for other in alone)
+    adds_up = (mixes or depends) and not averages(kind) and _adds_up(kind, arguments, shapes)
+    if mixes and not adds_up:
         raise InputError(f"optimizer: {name} mixes its parameters, which are on several ranks; use another")
     if averages(kind) and not _can_go_on_from_evaluation(kind, arguments, shapes):
         raise InputError(
             f"optimizer: {name} keeps more than the state of its parameters where it switches to the weights of "
             "evaluation (eval and train), so that no other rank could switch back; use another"
         )
-    counts = tuple(key for key, value in _numbers(together).items() if before.get(key) != value)
-    if any(_numbers(other) != _numbers(together) for other in alone):
+    # What is added up may change later than in these few steps.
+    later = set(together.param_groups[0]) - set(inspect.signature(kind).parameters) if adds_up else set()
+    counts = tuple(key for key, value in _numbers(together).items() if before.get(key) != value or key in later)
+    if depends and not adds_up:
         raise InputError(
             f"optimizer: {name} keeps numbers that depend on all parameters, which are on several ranks; use another"
         )
@@ -272,7 +280,41 @@ def traits_of(settings: OptimizerSettings) -> Traits:
     for each in (each for _, state in _states(together) for each in kept_in(state)):
         can_be_replaced = not isinstance(each.place, tuple)
         _check_kept(name, each.name, each.value, (int, float, torch.Tensor) if can_be_replaced else (torch.Tensor,))
-    return Traits(dimensions=frozenset(map(len, shapes)), counts=counts, averages=averages(kind))
+    return Traits(dimensions=frozenset(map(len, shapes)), counts=counts, averages=averages(kind), adds_up=adds_up)
+
+
+def _adds_up(kind: type[torch.optim.Optimizer], arguments: dict[str, Any], shapes: Sequence[Sequence[int]]) -> bool:
+    """Whether an optimizer with stand-ins for some parameters updates the others right if it reads the right numbers.
+
+    Then ranks with some parameters each can update them: see auto3d/runtime/stand_ins.py.
+    """
+    whole, read = make_optimizer(kind, _probes(shapes), arguments), list[Any]()
+
+    def noted(value: torch.Tensor) -> Any:
+        read.append(value.item())
+        return read[-1]
+
+    with NumbersRead(noted):
+        expected = _stepped(whole)
+    for first in (0, 1):
+        own = [place % 2 == first for place in range(len(shapes))]
+        pairs = zip(_probes(shapes), own, strict=True)
+        some = make_optimizer(kind, [each if has else stand_in(each.shape) for each, has in pairs], arguments)
+        left = read[::-1]
+        try:
+            with NumbersRead(partial(_next, left)):
+                found = _stepped(some)
+        except Exception:  # a class may compute with values of all parameters, or read other numbers
+            return False
+        if left or _numbers(some) != _numbers(whole):
+            return False
+        if not all(torch.equal(one, other) for one, other, has in zip(expected, found, own, strict=True) if has):
+            return False
+    return True
+
+
+def _next(left: list[Any], _: torch.Tensor) -> Any:
+    return left.pop()
 
 
 def place_of(optimizer: torch.optim.Optimizer, count: str) -> dict[Any, Any]:
@@ -310,7 +352,7 @@ def check_resumes(rules: Iterable[OptimizerSettings]) -> None:
         _check_resumes(rule)
 
 
-@on_one_thread()
+@trying()
 def _check_resumes(settings: OptimizerSettings) -> None:
     kind, arguments = _class_and_arguments(settings)
     if kind in ELEMENTWISE:
@@ -421,7 +463,7 @@ def _kept(optimizer: torch.optim.Optimizer) -> list[tuple[int, str]]:
 
 def _gradient(parameter: torch.Tensor, step: int, scale: float) -> torch.Tensor:
     random = torch.Generator().manual_seed(1 + step + 100 * parameter.numel())
-    return scale * torch.randn(parameter.shape, generator=random)
+    return (scale * torch.randn(parameter.shape, generator=random)).to(parameter.device)
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, str]:

@@ -15,10 +15,10 @@ from auto3d.runtime.offload import updated_parameters
 from auto3d.runtime.optimizer_class import (
     kept_in,
     make_optimizer,
-    on_one_thread,
     optimizer_class,
     place_of,
     traits_of,
+    trying,
     use_weights,
 )
 from auto3d.runtime.settings import OptimizerSettings
@@ -50,7 +50,7 @@ def measured_state_elements(settings: OptimizerSettings) -> Callable[[Sequence[i
     # Dimensions -> for each tensor, those of the parameter that it has, and the size of an element.
     kept: dict[int, list[tuple[tuple[int, ...], float]]] = {}
 
-    @on_one_thread()
+    @trying()
     def measure(dimensions: int) -> list[tuple[tuple[int, ...], float]]:
         if max(1, dimensions) not in traits_of(settings).dimensions:
             return []  # it cannot update such a parameter, and a plan that would let it is refused

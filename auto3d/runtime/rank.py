@@ -46,6 +46,7 @@ from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.same_samples import Readers, SameSamples
 from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
 from auto3d.runtime.stage import RunnableStage, StageModule
+from auto3d.runtime.stand_ins import AllParameters
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.tensor_group import ProcessTensorGroup
 from auto3d.runtime.totals import Totals
@@ -250,7 +251,9 @@ def build_rank(
     if settings.compile:
         _compile([*stages.values(), *(() if incomplete is None else incomplete.stages.values())], world, device)
     # The optimizers' state is the last large memory.
-    optimizers = _optimizers(layout, tensors, settings, sync, run_ahead)
+    shapes = {name: value.shape for name, value in captured.graph.parameters.items()}
+    of_all_ranks = AllParameters(shapes, everyone, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
+    optimizers = _optimizers(layout, tensors, settings, sync, run_ahead, of_all_ranks)
     is_summed = settings.loss_mean == SUMMED_ITEMS
     # The executor only puts together what exists by now.
     totals = Totals(
@@ -421,6 +424,7 @@ def _optimizers(
     settings: TrainingSettings,
     sync: GradientSync,
     run_ahead: RunAhead,
+    of_all_ranks: AllParameters,
 ) -> dict[PipeStage, Optimizers]:
     """The optimizers of each stage; a parameter that two stages of this rank share belongs to the first of them."""
     remaining = trained_parameters(state)
@@ -433,7 +437,12 @@ def _optimizers(
         whole = {name: remaining.pop(name) for name in names if name not in sharded}
         remaining = {name: parameter for name, parameter in remaining.items() if name not in sharded}
         optimizers[pipe_stage] = build_optimizers(
-            whole, layout.rules, iterations=settings.iterations, shards=here, run_ahead=run_ahead
+            whole,
+            layout.rules,
+            iterations=settings.iterations,
+            shards=here,
+            run_ahead=run_ahead,
+            of_all_ranks=of_all_ranks,
         )
         for optimizer, _ in optimizers[pipe_stage].values():
             make_state(optimizer)

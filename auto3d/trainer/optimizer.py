@@ -21,7 +21,7 @@ from auto3d.runtime.optimizer_class import (
     averages,
     import_path,
     make_optimizer,
-    on_one_thread,
+    trying,
     use_weights,
 )
 from auto3d.runtime.settings import OptimizerSettings, ParameterGroup
@@ -225,7 +225,7 @@ def _arguments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> di
     }
 
 
-@on_one_thread()
+@trying()
 def _check_groups_alone(optimizer: torch.optim.Optimizer) -> None:
     """Raise InputError if a step on one group depends on another, or on what all groups began with.
 
@@ -234,7 +234,7 @@ def _check_groups_alone(optimizer: torch.optim.Optimizer) -> None:
     kind, groups = type(optimizer), optimizer.param_groups
     if kind.__module__.startswith("torch.optim."):
         return
-    given = [_scaled(_given(kind, group), 1 - 0.1 * (place + 1) / len(groups)) for place, group in enumerate(groups)]
+    given = [_scaled(_given(kind, group), 1 - 0.1 * place / len(groups)) for place, group in enumerate(groups)]
     common = _given(kind, optimizer.defaults)
     weights = [nn.Parameter(torch.linspace(0.5, 1.5, 6).view(2, 3)) for _ in range(2 * len(given))]
     pairs = list(zip(weights[::2], weights[1::2], given, strict=True))

@@ -90,6 +90,8 @@ def _other_training(plan: Plan, settings: TrainingSettings) -> str:
             f"updates slices of weights, and training.optimizer {optimizer.optimizer} combines the elements of a "
             "weight; use an elementwise one, such as adamw"
         )
+    if plan.pp * plan.tp > 1 and _adds_up(settings):
+        return f"makes steps of each rank alone, and training.optimizer {optimizer.optimizer} adds up over all weights"
     return ""
 
 
@@ -103,6 +105,14 @@ def _elementwise(settings: TrainingSettings) -> bool:
     from auto3d.runtime.optimizer_class import is_elementwise  # imports torch
 
     return is_elementwise(settings.optimizer)
+
+
+def _adds_up(settings: TrainingSettings) -> bool:
+    if settings.optimizer.updates_all_alike:
+        return False
+    from auto3d.runtime.optimizer_class import traits_of  # imports torch
+
+    return traits_of(settings.optimizer).adds_up
 
 
 def _data_parallel(plan: Plan) -> str:

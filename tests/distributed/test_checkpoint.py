@@ -149,6 +149,8 @@ AVERAGES = OptimizerSettings(
     optimizer="schedulefree:AdamWScheduleFree", learning_rate=1e-3, weight_decay=0.01, arguments={"warmup_steps": 2}
 )
 
+ADDS_UP = OptimizerSettings(optimizer="prodigyopt:Prodigy", learning_rate=1.0, arguments={"d0": 1e-4, "eps": 1e-6})
+
 
 @pytest.mark.parametrize(
     ("source", "targets", "optimizer"),
@@ -159,9 +161,10 @@ AVERAGES = OptimizerSettings(
         ("dp2-pp2-zero1", ("one", "dp4-zero1"), GROUPS),
         ("dp2-pp2", ("tp2-pp2",), GROUPS),
         ("dp2-pp2-zero1", ("one", "tp2-pp2"), AVERAGES),
+        ("dp2-pp2", ("one", "pp4"), ADDS_UP),
         *soak(*((source, tuple(TO), optimizer) for source in FROM for optimizer in (ADAMW, GROUPS))),
     ],
-    ids=lambda value: {id(GROUPS): "groups", id(AVERAGES): "averages"}.get(id(value)),
+    ids=lambda value: {id(GROUPS): "groups", id(AVERAGES): "averages", id(ADDS_UP): "adds up"}.get(id(value)),
 )
 def test_goes_on_under_another_plan(processes, tmp_path, source, targets, optimizer, four_heads):
     whole = processes.run(4, run, FOUR_HEADS, plan_of(FROM[source]), optimizer, tmp_path / "whole", 1, None, 9)[0]

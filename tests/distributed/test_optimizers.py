@@ -18,6 +18,7 @@ from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import samples_at_once
 from tests.distributed.parity import ADAMW, CPU, ITERATIONS, assert_parity, make_plan, plain_pytorch, run_rank
 from tests.models import TRAINED, captured
+from tests.soak import soak
 
 
 class Halved(torch.optim.Adam):
@@ -66,6 +67,51 @@ def test_a_class_whose_elements_are_found_to_be_independent_updates_shards(proce
     plan = make_plan("gpt2-4-heads", dp=dp, pp=pp, tp=tp, shard_optimizer=True)
     ranks = processes.run(4, run_rank, "gpt2-4-heads", plan, warming)
     assert_parity(ranks, plain_pytorch("gpt2-4-heads", micro_batch_size=2, optimizer=warming))
+
+
+ADDING = replace(
+    ADAMW,
+    optimizer="prodigyopt:Prodigy",
+    learning_rate=1.0,
+    weight_decay=0.0,
+    arguments={"d0": 1e-4, "eps": 1e-6},
+    learning_rate_schedule="constant",
+    warmup_iterations=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "degrees", "options"),
+    [
+        ("gpt2", {"dp": 2, "pp": 2}, {}),
+        ("llama-tied", {"dp": 1, "pp": 4}, {"schedule": "zb-h1"}),
+        *soak(("t5", {"dp": 1, "pp": 4}, {"schedule": "gpipe"}), ("gpt2", {"dp": 4, "pp": 1}, {})),
+    ],
+)
+def test_numbers_are_added_up_over_the_parameters_of_all_ranks(processes, model, degrees, options):
+    plan = make_plan(model, **degrees, **options)
+    ranks = processes.run(plan.ranks, run_rank, model, plan, ADDING)
+    assert_parity(ranks, plain_pytorch(model, micro_batch_size=2, global_batch=plan.global_batch, optimizer=ADDING))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options", "settings", "problem"),
+    [
+        ({"dp": 2, "pp": 1}, {"shard_optimizer": True}, ADDING, "use shard_optimizer=false"),
+        ({"dp": 1, "pp": 1, "tp": 2}, {}, ADDING, "use tp = 1"),
+        ({"dp": 1, "pp": 2}, {"schedule": "interleaved-1f1b"}, ADDING, "one stage on each device, such as 1f1b"),
+        ({"dp": 1, "pp": 2}, {"schedule": "chimera"}, ADDING, "one stage on each device, such as 1f1b"),
+        ({"dp": 1, "pp": 2}, {}, replace(ADDING, exempt=("*.bias",), weight_decay=0.1), "give it one group"),
+        ({"dp": 1, "pp": 2}, {}, replace(ADDING, offload=True, arguments={}), "offload_optimizer: true"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_plans_whose_ranks_do_not_make_steps_together_are_refused(degrees, options, settings, problem):
+    plan = make_plan("gpt2-4-heads", **degrees, **options)
+    with pytest.raises(InputError, match=problem):
+        check_plan(
+            captured("gpt2-4-heads", samples_at_once(plan)), plan, TrainingSettings(iterations=1, optimizer=settings)
+        )
 
 
 CLIPPED = replace(

@@ -68,6 +68,9 @@ INSTEAD = {  # command -> a smaller one of the same kind
         "auto3d train tiny training.optimizer=schedulefree:AdamWScheduleFree training.learning_rate_schedule=constant "
         f"{FEW} {UNCOMPARED}"
     ),
+    "auto3d train tiny training.optimizer=prodigyopt:Prodigy training.learning_rate=1": (
+        f"auto3d train tiny training.optimizer=prodigyopt:Prodigy training.learning_rate=1 plan.pp=2 {FEW} {UNCOMPARED}"
+    ),
     "auto3d profile tiny": "auto3d profile tiny cluster.devices_per_node=1",
     "auto3d profile RECIPE": "auto3d profile tiny cluster.devices_per_node=1",
     "auto3d doctor tiny --devices --report doctor.md": (

@@ -198,7 +198,7 @@ class Estimating(Plain):
 
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            group["norm"] = sum(float(parameter.grad.norm()) for parameter in group["params"])
+            group["norm"] = float(torch.stack([parameter.grad.norm() for parameter in group["params"]]).sum())
         super().step()
 
 
@@ -272,6 +272,14 @@ def of(kind: type) -> OptimizerSettings:
 )
 def test_whether_slices_of_a_weight_can_be_updated_alone_is_found_out(settings, elementwise):
     assert is_elementwise(settings) is elementwise
+
+
+def test_what_is_added_up_over_all_parameters_is_state_from_the_first_step_on():
+    prodigy = OptimizerSettings(optimizer="prodigyopt:Prodigy", learning_rate=1.0)
+    traits = traits_of(prodigy)
+    assert traits.adds_up
+    assert {"d", "d_max", "d_numerator", "d_denom", "d_hat", "k"} == set(traits.counts)
+    assert not is_elementwise(prodigy)
 
 
 def test_numbers_of_parameter_groups_are_state_where_they_are_the_same_for_any_parameters():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from prodigyopt import Prodigy
 from torch.optim.lr_scheduler import (
     ConstantLR,
     CosineAnnealingWarmRestarts,
@@ -131,6 +132,7 @@ class Adds(transformers.TrainerCallback):
             lr_scheduler.lr_lambdas.append(lambda step: 1 / step)
 
 
+ADDS_UP = "a step size of all weights"
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 SCRIPTS = {  # name -> the script's optimizer of its model with a schedule, its methods, its arguments
     "groups, and the schedule of the arguments": (
@@ -171,6 +173,11 @@ SCRIPTS = {  # name -> the script's optimizer of its model with a schedule, its 
         | {"max_steps": 5, "callbacks": [Switches()]}
         | EVALUATED,
     ),
+    ADDS_UP: (
+        lambda model: (Prodigy(model.parameters(), lr=1.0, d0=1e-4, eps=1e-6), None),
+        Nothing,
+        {"lr_scheduler_type": "constant", "max_steps": 8},
+    ),
     "a name": (lambda model: (None, None), Nothing, {"optim": "adagrad", "max_grad_norm": 0.1}),
 }
 
@@ -209,24 +216,30 @@ def trained(world, folder, port, *classes, names, **degrees):
     return found
 
 
-SHARES = [[*SCRIPTS][first::4] for first in range(4)]  # each takes far less than the time-out of an answer
+OF_ALL_PLANS = [name for name in SCRIPTS if name != ADDS_UP]
+SHARES = [OF_ALL_PLANS[first::4] for first in range(4)]  # each takes far less than the time-out of an answer
 
 
 @pytest.fixture(scope="module")
 def in_one_process(processes, tmp_path_factory):
     classes = transformers.Trainer, transformers.TrainingArguments
     folder, one = tmp_path_factory.mktemp("one"), {}
-    for names in SHARES:
+    for names in (*SHARES, [ADDS_UP]):
         one |= processes.run(1, partial(trained, names=names), folder, None, *classes)[0]
     return one
 
 
+OTHER_PLANS = [{"tp": 2}, {"dp": 2, "pp": 2, "shard_optimizer": True}]
+
+
 @pytest.mark.parametrize(
-    "degrees",
-    [{"pp": 2}, *soak({"tp": 2}, {"dp": 2, "pp": 2, "shard_optimizer": True})],
+    ("degrees", "names"),
+    [
+        *(({"pp": 2}, names) for names in (*SHARES, [ADDS_UP])),
+        *soak(({"dp": 2, "pp": 2}, [ADDS_UP]), *((degrees, names) for degrees in OTHER_PLANS for names in SHARES)),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("names", SHARES, ids=", ".join)
 def test_an_optimizer_of_the_script_updates_as_in_one_transformers_process(
     degrees, names, in_one_process, processes, tmp_path
 ):
@@ -256,7 +269,7 @@ def resumed(world, folder, port, name):
 @pytest.mark.parametrize(
     "name",
     [
-        *("a schedule for each group", "a cycle of momentum", "averages for evaluation"),
+        *("a schedule for each group", "a cycle of momentum", "averages for evaluation", ADDS_UP),
         *soak("a schedule of milestones", "methods"),
     ],
 )

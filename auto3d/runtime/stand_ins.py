@@ -1,0 +1,107 @@
+"""Optimizers that add up numbers over all parameters, such as Prodigy, where each rank has some of the parameters.
+
+Each rank makes the optimizer of all parameters. Those of other ranks are stand-ins on torch's meta device, which have a
+shape and no values. A step then reads numbers from tensors in the same order on every rank, and what it reads from a
+stand-in comes from a rank that has the parameter: all ranks add up the same numbers, in the order of one process.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import inf, isnan, nan
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from auto3d.runtime.run_ahead import RunAhead
+from auto3d.runtime.waiting import waiting_for
+
+Number = bool | int | float
+_READ = torch.ops.aten._local_scalar_dense.default  # what item(), bool(), int() and float() of a tensor call
+_WHAT = "a number that the optimizer adds up over all parameters"
+
+
+class NumbersRead(TorchDispatchMode):
+    """While it is entered, ``read`` gives the number that is read from a tensor."""
+
+    def __init__(self, read: Callable[[torch.Tensor], Number]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._read(args[0]) if func is _READ else func(*args, **(kwargs or {}))
+
+
+def stand_in(shape: Sequence[int]) -> nn.Parameter:
+    return nn.Parameter(torch.empty(tuple(shape), device="meta"))
+
+
+class AllParameters:
+    """The parameters of a model by their ``shapes``, in the model's order, with ``group`` of all ranks that train it.
+
+    The ranks have the same values of what they have in common.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device,
+        run_ahead: RunAhead,
+        timeout_s: float,
+    ) -> None:
+        self._shapes, self._group, self._device = shapes, group, device
+        self._run_ahead, self._timeout_s = run_ahead, timeout_s
+
+    def of(self, names: Sequence[str], own: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters called ``names``; stand-ins for those that are not among this rank's ``own``."""
+        return [own[name] if name in own else stand_in(self._shapes[name]) for name in names]
+
+    def step_together(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let steps of ``optimizer``, which every rank has made ``of`` the same names, read the same numbers.
+
+        All ranks make each step at the same time.
+        """
+        kind = type(optimizer)
+        alone = getattr(
+            kind.step, "__wrapped__", kind.step
+        )  # without its hooks, in which ranks read numbers of their own
+        (group,) = optimizer.param_groups
+
+        def step(optimizer: torch.optim.Optimizer) -> None:
+            parameters = group["params"]
+            have = torch.tensor([float(each.grad is not None) for each in parameters], dtype=torch.float64)
+            for parameter, has in zip(parameters, self._reduced(have, dist.ReduceOp.MAX), strict=True):
+                if parameter.is_meta:
+                    parameter.grad = torch.empty_like(parameter) if has else None
+            with NumbersRead(self._read):
+                alone(optimizer)
+
+        hooked = torch.optim.Optimizer.profile_hook_step(step)
+        optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
+
+    def _read(self, value: torch.Tensor) -> Number:
+        """The number in ``value`` on a rank that has it."""
+        here = [inf, inf]  # the number, and whether it is none: the minimum over ranks loses that
+        if not value.is_meta:
+            self._run_ahead.catch_up()
+            number = float(value.item())
+            here = [inf, -1.0] if isnan(number) else [number, 0.0]
+        found, is_none = self._reduced(torch.tensor(here, dtype=torch.float64), dist.ReduceOp.MIN)
+        assert is_none < inf, "no rank has the parameter"
+        if value.dtype.is_floating_point:
+            return nan if is_none else found
+        return bool(found) if value.dtype == torch.bool else int(found)
+
+    def _reduced(self, values: torch.Tensor, operation: Any) -> list[float]:
+        values = values.to(self._device)
+        with waiting_for(_WHAT, self._timeout_s):
+            work = dist.all_reduce(values, operation, group=self._group, async_op=True)
+        assert work is not None  # because it is asynchronous
+        self._run_ahead.wait(work, _WHAT)
+        self._run_ahead.catch_up()
+        found: list[float] = values.tolist()
+        return found
