@@ -6,8 +6,9 @@ groups, which schedules and callbacks change.
 """
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from auto3d.runtime.optimizer_class import (
     averages,
     import_path,
     make_optimizer,
+    traits_of,
     trying,
     use_weights,
 )
@@ -104,7 +106,10 @@ def optimizer_settings(optimizer: torch.optim.Optimizer, model: nn.Module, *, cl
     """
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [_group_of(optimizer, number, name_of) for number in range(len(optimizer.param_groups))]
-    _check_groups_alone(optimizer)
+    if len(groups) > 1 and _adds_up(groups[0]):
+        groups = [_as_one(groups, type(optimizer).__name__)]
+    else:
+        _check_groups_alone(optimizer)
     names = {name for group in groups for name in group.names}
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     first = groups[0]
@@ -181,6 +186,36 @@ def _group_of(optimizer: torch.optim.Optimizer, number: int, name_of: Mapping[in
         weight_decay=float(_plain(group.get("weight_decay")) or 0.0),
         script_group=number,
     )
+
+
+def _adds_up(group: ParameterGroup) -> bool:
+    """Whether the optimizer of ``group`` adds up numbers over all parameters."""
+    assert group.optimizer is not None, "a script's group says all"
+    return traits_of(
+        OptimizerSettings(
+            optimizer=group.optimizer, arguments=group.arguments, learning_rate=_STAND_IN, weight_decay=0.0
+        )
+    ).adds_up
+
+
+def _as_one(groups: Sequence[ParameterGroup], kind: str) -> ParameterGroup:
+    """``groups`` as one of all their parameters. Raises InputError unless they update alike."""
+    first = groups[0]
+    if any(replace(each, names=(), script_group=0) != replace(first, names=(), script_group=0) for each in groups):
+        raise InputError(
+            f"Trainer: its optimizer, a {kind}, adds up numbers over all of its groups, which ranks update as one; "
+            "give them the same numbers, such as a weight_decay of 0"
+        )
+    return replace(first, names=tuple(name for group in groups for name in group.names))
+
+
+def check_groups_alike(groups: Sequence[Mapping[str, Any]], rule: OptimizerSettings) -> None:
+    """Raise InputError if an optimizer with ``rule`` updates these groups as one, and they have other numbers now."""
+    if traits_of(rule).adds_up and any(group != groups[0] for group in groups):
+        raise InputError(
+            f"Trainer.optimizer: its groups have got different numbers, and {rule.optimizer} adds up over all of them; "
+            "give them the same"
+        )
 
 
 def _left_out(names: Collection[str]) -> ParameterGroup:

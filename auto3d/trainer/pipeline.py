@@ -28,6 +28,7 @@ from auto3d.trainer.instance import build_of, check_reached, state_of, traits_of
 from auto3d.trainer.optimizer import (
     LEFT_OUT,
     StateOnRanks,
+    check_groups_alike,
     check_optimizer,
     fixed_of,
     numbers_of,
@@ -229,6 +230,7 @@ class Pipeline:
             for rule, (own, constant) in optimizers.items():
                 if rule.script_group is None or rule.script_group == LEFT_OUT:
                     continue
+                check_groups_alike(groups, rule)
                 for each in own.param_groups:
                     each.update(groups[rule.script_group])
                 constant.base_lrs = [groups[rule.script_group]["lr"]] * len(own.param_groups)

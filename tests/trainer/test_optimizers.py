@@ -174,9 +174,10 @@ SCRIPTS = {  # name -> the script's optimizer of its model with a schedule, its 
         | EVALUATED,
     ),
     ADDS_UP: (
-        lambda model: (Prodigy(model.parameters(), lr=1.0, d0=1e-4, eps=1e-6), None),
+        lambda model: (None, None),
         Nothing,
-        {"lr_scheduler_type": "constant", "max_steps": 8},
+        {"optimizer_cls_and_kwargs": (Prodigy, {"lr": 1.0, "d0": 1e-4, "eps": 1e-6})}  # two groups, which are alike
+        | {"lr_scheduler_type": "constant", "max_steps": 8},
     ),
     "a name": (lambda model: (None, None), Nothing, {"optim": "adagrad", "max_grad_norm": 0.1}),
 }
@@ -318,6 +319,11 @@ def of_the_first(model):
     return optimizer, LambdaLR(optimizer, [lambda step: 1.0, lambda step: float(step > 1)])
 
 
+def of_two_decays(model):
+    first, *others = model.parameters()
+    return Prodigy([{"params": [first], "weight_decay": 0.1}, {"params": others}], lr=1.0), None
+
+
 def hooked(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_post_hook(lambda *_: None)
@@ -363,6 +369,10 @@ REFUSED = {
         of_the_first,
         "Trainer: its optimizer, a OfTheFirst, updates a group by what another one says",
     ),
+    "whose groups are added up": (
+        of_two_decays,
+        "Trainer: its optimizer, a Prodigy, adds up numbers over all of its groups",
+    ),
     "with a hook": (hooked, "Trainer: its optimizer, a SGD, has hooks of its steps"),
     "without a rate": (
         lambda model: (transformers.Adafactor(model.parameters(), warmup_init=True), None),
@@ -404,6 +414,24 @@ def test_an_optimizer_that_ranks_cannot_make_again_is_refused_in_one_line(names,
     for found in processes.run(2, partial(lines, names=names), tmp_path, free_port()):
         for name in names:
             assert found[name].startswith(REFUSED[name][1]), name
+
+
+class Decays(transformers.TrainerCallback):
+    def on_step_begin(self, args, state, control, optimizer=None, **_):
+        if state.global_step == 2:
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def decayed(world, folder, port):
+    begin(world, folder, port)
+    with pytest.raises(InputError) as caught:
+        made(ADDS_UP, callbacks=[Decays()]).train()
+    return str(caught.value)
+
+
+def test_groups_that_are_added_up_stay_alike(processes, tmp_path):
+    for line in processes.run(2, decayed, tmp_path, free_port()):
+        assert line.startswith("Trainer.optimizer: its groups have got different numbers")
 
 
 def frozen(world, folder, port):
