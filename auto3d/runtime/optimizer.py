@@ -65,14 +65,12 @@ def build_optimizers(
         updated.setdefault(rules[name], []).append(parameter)
     for piece in (piece for shard in shards for piece in shard.pieces):
         updated.setdefault(piece.rule, []).append(piece.tensor)
-    together: dict[OptimizerSettings, AllParameters] = {}
-    if of_all_ranks is not None:
-        together = {rule: of_all_ranks for rule in updated if traits_of(rule).adds_up}
-    for rule in together:
-        updated[rule] = together[rule].of([name for name, other in rules.items() if other == rule], parameters)
+    for rule in updated:
+        if of_all_ranks is not None and traits_of(rule).adds_up:
+            updated[rule] = of_all_ranks.of([name for name, other in rules.items() if other == rule], parameters)
     return {
         rule: build_optimizer(
-            each, rule, iterations=iterations, shards=shards, run_ahead=run_ahead, together=together.get(rule)
+            each, rule, iterations=iterations, shards=shards, run_ahead=run_ahead, of_all_ranks=of_all_ranks
         )
         for rule, each in updated.items()
     }
@@ -85,13 +83,14 @@ def build_optimizer(
     iterations: int,
     shards: Sequence[WeightShard] = (),
     run_ahead: RunAhead | None = None,
-    together: AllParameters | None = None,
+    of_all_ranks: AllParameters | None = None,
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """The optimizer of ``parameters``, and its learning-rate schedule for ``iterations`` iterations.
 
     ``settings`` have no groups. Some parameters may be slices of ``shards``. With ``run_ahead``, and if the settings
-    say so, its state and its update are on the host. With ``together``, the optimizers of all ranks make their steps
-    together. Raises InputError for settings that no optimizer or schedule accepts.
+    say so, its state and its update are on the host. If some are stand-ins for parameters of other ranks, the
+    optimizers of all ranks make their steps together. Raises InputError for settings that no optimizer or schedule
+    accepts.
     """
     kind, options = optimizer_class(settings)
     groups: list[dict[str, Any]] = [{"params": list(parameters)}]
@@ -114,8 +113,8 @@ def build_optimizer(
         updated = [each for group in optimizer.param_groups for each in group["params"] if not each.is_meta]
         optimizer.register_step_pre_hook(lambda *_: clip(updated, settings))
     note_counts(optimizer, traits_of(settings).counts)
-    if together is not None:
-        together.step_together(optimizer)
+    if of_all_ranks is not None and any(each.is_meta for each in parameters):
+        of_all_ranks.step_together(optimizer)
     return optimizer, _learning_rate_schedule(optimizer, settings, iterations)
 
 
