@@ -45,7 +45,7 @@ class Traits:
     dimensions: frozenset[int]  # numbers of dimensions of the parameters that it updates
     counts: tuple[str, ...]  # numbers, of a parameter group or beside the state of parameters, that its steps change
     averages: bool = False  # whether evaluation has other weights than training
-    adds_up: bool = False  # whether numbers are added up over all parameters, each found of one parameter
+    adds_up: bool = False  # whether its steps need of other parameters only numbers, which they read
 
 
 @contextmanager
@@ -299,9 +299,9 @@ def _adds_up(kind: type[torch.optim.Optimizer], arguments: dict[str, Any], shape
     for first in (0, 1):
         own = [place % 2 == first for place in range(len(shapes))]
         pairs = zip(_probes(shapes), own, strict=True)
-        some = make_optimizer(kind, [each if has else stand_in(each.shape) for each, has in pairs], arguments)
         left = read[::-1]
         try:
+            some = make_optimizer(kind, [each if has else stand_in(each.shape) for each, has in pairs], arguments)
             with NumbersRead(partial(_next, left)):
                 found = _stepped(some)
         except Exception:  # a class may compute with values of all parameters, or read other numbers

@@ -66,9 +66,8 @@ class AllParameters:
         All ranks make each step at the same time.
         """
         kind = type(optimizer)
-        alone = getattr(
-            kind.step, "__wrapped__", kind.step
-        )  # without its hooks, in which ranks read numbers of their own
+        # Without the hooks of a step, in which each rank reads numbers of its own.
+        alone = getattr(kind.step, "__wrapped__", kind.step)
         (group,) = optimizer.param_groups
 
         def step(optimizer: torch.optim.Optimizer) -> None:

@@ -206,7 +206,10 @@ class CollatedData:
         tensors = {}
         for name, value in batch.items():
             if not isinstance(value, torch.Tensor):
-                raise InputError(f"data_collator: {name} is a {type(value).__name__}; every input must be a tensor")
+                raise InputError(
+                    f"data_collator: {name} is a {type(value).__name__}; every input must be a tensor: what is the "
+                    "same for all batches, give the model in a compute_loss of your Trainer"
+                )
             tensors[name] = value
             self._check_limit(name, value)
         return self.padding(tensors) if self.padding is not None else tensors
