@@ -296,25 +296,32 @@ def _adds_up(kind: type[torch.optim.Optimizer], arguments: dict[str, Any], shape
 
     with NumbersRead(noted):
         expected = _stepped(whole)
+    had = [False] * len(read)  # whether one of two ranks has the value of each number
     for first in (0, 1):
         own = [place % 2 == first for place in range(len(shapes))]
         pairs = zip(_probes(shapes), own, strict=True)
-        left = read[::-1]
+        again = enumerate(read)
         try:
             some = make_optimizer(kind, [each if has else stand_in(each.shape) for each, has in pairs], arguments)
-            with NumbersRead(partial(_next, left)):
+            with NumbersRead(partial(_next, again, had)):
                 found = _stepped(some)
         except Exception:  # a class may compute with values of all parameters, or read other numbers
             return False
-        if left or _numbers(some) != _numbers(whole):
+        if next(again, None) is not None or _numbers(some) != _numbers(whole):
             return False
         if not all(torch.equal(one, other) for one, other, has in zip(expected, found, own, strict=True) if has):
             return False
-    return True
+    return all(had)
 
 
-def _next(left: list[Any], _: torch.Tensor) -> Any:
-    return left.pop()
+def _next(again: Iterator[tuple[int, Any]], had: list[bool], value: torch.Tensor) -> Any:
+    """The next number of ``again``, which ``value`` has unless it is without values; notes whether it ``had`` one."""
+    place, number = next(again)
+    if not value.is_meta:
+        had[place] = True
+        if repr(value.item()) != repr(number):
+            raise ValueError("it depends on values of other parameters")
+    return number
 
 
 def place_of(optimizer: torch.optim.Optimizer, count: str) -> dict[Any, Any]:

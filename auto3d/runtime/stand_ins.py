@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import waiting_for
@@ -24,14 +25,25 @@ _WHAT = "a number that the optimizer adds up over all parameters"
 
 
 class NumbersRead(TorchDispatchMode):
-    """While it is entered, ``read`` gives the number that is read from a tensor."""
+    """While it is entered, ``read`` gives the number that is read from a tensor.
+
+    Raises RuntimeError where values are computed from those of a stand-in in another way: torch would leave them as
+    they are, without a word.
+    """
 
     def __init__(self, read: Callable[[torch.Tensor], Number]) -> None:
         super().__init__()
         self._read = read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._read(args[0]) if func is _READ else func(*args, **(kwargs or {}))
+        if func is _READ:
+            return self._read(args[0])
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        real = [each for each in tensors if not each.is_meta]
+        changes_real = func._schema.is_mutable and not tensors[0].is_meta
+        if len(real) < len(tensors) and (changes_real or any(each.dim() for each in real)):
+            raise RuntimeError(f"{func}: it computes with tensors of several parameters, which are on several ranks")
+        return func(*args, **(kwargs or {}))
 
 
 def stand_in(shape: Sequence[int]) -> nn.Parameter:
@@ -83,17 +95,18 @@ class AllParameters:
         optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
 
     def _read(self, value: torch.Tensor) -> Number:
-        """The number in ``value`` on a rank that has it."""
-        here = [inf, inf]  # the number, and whether it is none: the minimum over ranks loses that
+        """The number in ``value`` on the ranks that have it."""
+        here = [inf, inf, inf]  # the number, its negative, and whether it is none, which a minimum may lose
         if not value.is_meta:
             self._run_ahead.catch_up()
             number = float(value.item())
-            here = [inf, -1.0] if isnan(number) else [number, 0.0]
-        found, is_none = self._reduced(torch.tensor(here, dtype=torch.float64), dist.ReduceOp.MIN)
+            here = [inf, inf, -1.0] if isnan(number) else [number, -number, 0.0]
+        least, negative, is_none = self._reduced(torch.tensor(here, dtype=torch.float64), dist.ReduceOp.MIN)
         assert is_none < inf, "no rank has the parameter"
+        assert is_none or least == -negative, "ranks that have a parameter read the same number from it"
         if value.dtype.is_floating_point:
-            return nan if is_none else found
-        return bool(found) if value.dtype == torch.bool else int(found)
+            return nan if is_none else least
+        return bool(least) if value.dtype == torch.bool else int(least)
 
     def _reduced(self, values: torch.Tensor, operation: Any) -> list[float]:
         values = values.to(self._device)

@@ -62,6 +62,7 @@ REFUSED = {
     "math:sqrt": "no class of torch optimizers",
     f"{__name__}:Coupled": "mixes its parameters",
     f"{__name__}:Clipping": "mixes its parameters",
+    f"{__name__}:Summed": "mixes its parameters",
     f"{__name__}:LateCoupled": "mixes its parameters",
     f"{__name__}:Centred": "mixes its parameters",
     f"{__name__}:Buffering": "keeps more than the state of its parameters where it switches",
@@ -86,6 +87,19 @@ class Clipping(torch.optim.SGD):
     def step(self, closure: None = None) -> None:
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         torch.nn.utils.clip_grad_norm_(parameters, 500.0)
+        super().step()
+
+
+class Summed(torch.optim.SGD):
+    """Scales each step by the norms of all gradients, which it adds up in a tensor and reads as one number."""
+
+    def step(self, closure: None = None) -> None:
+        gradients = [parameter.grad for group in self.param_groups for parameter in group["params"]]
+        total = torch.zeros(())
+        for gradient in gradients:
+            total += gradient.norm()
+        for gradient in gradients:
+            gradient /= float(total)
         super().step()
 
 
