@@ -250,12 +250,6 @@ def build_rank(
             stage.weights = stages[pipe_stage].weights
     if settings.compile:
         _compile([*stages.values(), *(() if incomplete is None else incomplete.stages.values())], world, device)
-    # The optimizers' state is the last large memory.
-    shapes = {name: value.shape for name, value in captured.graph.parameters.items()}
-    of_all_ranks = AllParameters(shapes, everyone, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
-    optimizers = _optimizers(layout, tensors, settings, sync, run_ahead, of_all_ranks)
-    is_summed = settings.loss_mean == SUMMED_ITEMS
-    # The executor only puts together what exists by now.
     totals = Totals(
         everyone,
         device=device,
@@ -264,6 +258,12 @@ def build_rank(
         counts_loss=layout.shard == 0,
         asked_to_end=asked_to_end,
     )
+    # The optimizers' state is the last large memory.
+    shapes = {name: value.shape for name, value in captured.graph.parameters.items()}
+    of_all_ranks = AllParameters(shapes, totals, run_ahead)
+    optimizers = _optimizers(layout, tensors, settings, sync, run_ahead, of_all_ranks)
+    is_summed = settings.loss_mean == SUMMED_ITEMS
+    # The executor only puts together what exists by now.
     executor = Executor(
         stages,
         optimizers,

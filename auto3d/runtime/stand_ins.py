@@ -11,17 +11,17 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.waiting import waiting_for
+from auto3d.runtime.totals import Totals
 
 Number = bool | int | float
-_READ = torch.ops.aten._local_scalar_dense.default  # what item(), bool(), int() and float() of a tensor call
+_READ = torch.ops.aten._local_scalar_dense.default  # item(), bool(), int() and float() of a tensor call it
 _WHAT = "a number that the optimizer adds up over all parameters"
+_WHICH = "which parameters have gradients"
 
 
 class NumbersRead(TorchDispatchMode):
@@ -40,8 +40,9 @@ class NumbersRead(TorchDispatchMode):
             return self._read(args[0])
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         real = [each for each in tensors if not each.is_meta]
-        changes_real = func._schema.is_mutable and not tensors[0].is_meta
-        if len(real) < len(tensors) and (changes_real or any(each.dim() for each in real)):
+        if len(real) < len(tensors) and (
+            any(each.dim() for each in real) or (func._schema.is_mutable and not tensors[0].is_meta)
+        ):
             raise RuntimeError(f"{func}: it computes with tensors of several parameters, which are on several ranks")
         return func(*args, **(kwargs or {}))
 
@@ -51,22 +52,13 @@ def stand_in(shape: Sequence[int]) -> nn.Parameter:
 
 
 class AllParameters:
-    """The parameters of a model by their ``shapes``, in the model's order, with ``group`` of all ranks that train it.
+    """The parameters of a model by their ``shapes``, in the model's order; ``totals`` are of all ranks that train it.
 
     The ranks have the same values of what they have in common.
     """
 
-    def __init__(
-        self,
-        shapes: Mapping[str, Sequence[int]],
-        group: dist.ProcessGroup,
-        *,
-        device: torch.device,
-        run_ahead: RunAhead,
-        timeout_s: float,
-    ) -> None:
-        self._shapes, self._group, self._device = shapes, group, device
-        self._run_ahead, self._timeout_s = run_ahead, timeout_s
+    def __init__(self, shapes: Mapping[str, Sequence[int]], totals: Totals, run_ahead: RunAhead) -> None:
+        self._shapes, self._totals, self._run_ahead = shapes, totals, run_ahead
 
     def of(self, names: Sequence[str], own: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
         """The parameters called ``names``; stand-ins for those that are not among this rank's ``own``."""
@@ -84,8 +76,8 @@ class AllParameters:
 
         def step(optimizer: torch.optim.Optimizer) -> None:
             parameters = group["params"]
-            have = torch.tensor([float(each.grad is not None) for each in parameters], dtype=torch.float64)
-            for parameter, has in zip(parameters, self._reduced(have, dist.ReduceOp.MAX), strict=True):
+            have = [float(each.grad is not None) for each in parameters]
+            for parameter, has in zip(parameters, self._totals.largest(have, _WHICH), strict=True):
                 if parameter.is_meta:
                     parameter.grad = torch.empty_like(parameter) if has else None
             with NumbersRead(self._read):
@@ -96,24 +88,14 @@ class AllParameters:
 
     def _read(self, value: torch.Tensor) -> Number:
         """The number in ``value`` on the ranks that have it."""
-        here = [inf, inf, inf]  # the number, its negative, and whether it is none, which a minimum may lose
+        here = [-inf, -inf, -inf]  # the number, its negative, and whether it is none, which a maximum may lose
         if not value.is_meta:
             self._run_ahead.catch_up()
             number = float(value.item())
-            here = [inf, inf, -1.0] if isnan(number) else [number, -number, 0.0]
-        least, negative, is_none = self._reduced(torch.tensor(here, dtype=torch.float64), dist.ReduceOp.MIN)
-        assert is_none < inf, "no rank has the parameter"
-        assert is_none or least == -negative, "ranks that have a parameter read the same number from it"
+            here = [-inf, -inf, 1.0] if isnan(number) else [number, -number, 0.0]
+        largest, negative, is_none = self._totals.largest(here, _WHAT)
+        assert is_none > -inf, "no rank has the parameter"
+        assert is_none or largest == -negative, "ranks that have a parameter read the same number from it"
         if value.dtype.is_floating_point:
-            return nan if is_none else least
-        return bool(least) if value.dtype == torch.bool else int(least)
-
-    def _reduced(self, values: torch.Tensor, operation: Any) -> list[float]:
-        values = values.to(self._device)
-        with waiting_for(_WHAT, self._timeout_s):
-            work = dist.all_reduce(values, operation, group=self._group, async_op=True)
-        assert work is not None  # because it is asynchronous
-        self._run_ahead.wait(work, _WHAT)
-        self._run_ahead.catch_up()
-        found: list[float] = values.tolist()
-        return found
+            return nan if is_none else largest
+        return bool(largest) if value.dtype == torch.bool else int(largest)

@@ -62,14 +62,24 @@ class Totals:
         """
         totals = self._totals(loss, counts, read)
         totals[1].add_(squared_norm)
-        what = "the loss and gradient norm of all ranks"
+        self._over_all_ranks(totals, dist.ReduceOp.SUM, "the loss and gradient norm of all ranks")
+        asked, total_norm, total_read, total_loss, *total_counts = totals.tolist()
+        return Total(total_loss, total_norm**0.5, asked > 0, total_read, tuple(total_counts))
+
+    def largest(self, values: Sequence[float], what: str) -> list[float]:
+        """The largest of each of ``values``, called ``what``, of which all ranks give as many; it waits for them."""
+        largest = torch.tensor(values, dtype=torch.float64).to(self._device)
+        self._over_all_ranks(largest, dist.ReduceOp.MAX, what)
+        found: list[float] = largest.tolist()
+        return found
+
+    def _over_all_ranks(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> None:
+        """Reduce ``values`` in place, and wait until the host can read them."""
         with waiting_for(what, self._timeout_s):
-            work = dist.all_reduce(totals, group=self._everyone, async_op=True)
+            work = dist.all_reduce(values, op=operation, group=self._everyone, async_op=True)
         assert work is not None  # because it is asynchronous
         self._run_ahead.wait(work, what)
         self._run_ahead.catch_up()
-        asked, total_norm, total_read, total_loss, *total_counts = totals.tolist()
-        return Total(total_loss, total_norm**0.5, asked > 0, total_read, tuple(total_counts))
 
     def add(
         self, loss: torch.Tensor | float, seconds: float, counts: Sequence[torch.Tensor | float] = (), read: int = 0

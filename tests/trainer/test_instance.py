@@ -41,7 +41,7 @@ def test_weights_that_share_memory_or_are_views_can_be_written(tmp_path: Path):
     assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
-REGISTERED = {  # where a hook runs -> how a script registers it in mid-training
+REGISTERED = {  # place of a hook -> the call by which a script registers it in mid-training
     "on a parameter": lambda model: model.weight.register_hook(torch.neg),
     "on a parameter, once its gradient is there": lambda model: model.weight.register_post_accumulate_grad_hook(print),
     "before a forward": lambda model: model.register_forward_pre_hook(print),
