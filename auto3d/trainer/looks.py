@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from inspect import CO_VARARGS, CO_VARKEYWORDS, unwrap
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -45,8 +45,19 @@ def reached(value: Any) -> set[nn.Module]:
 
 
 def is_of_user(value: Any) -> bool:
-    """Whether a class or a function is a script's, or of a library that may know the script's model."""
-    return value.__module__ is None or value.__module__.partition(".")[0] not in _LIBRARIES
+    """Whether a class, a function or a Python module is a script's, or of a library that may know its model."""
+    return package_of(value) not in _LIBRARIES
+
+
+def package_of(value: Any) -> str:
+    """The first part of ``module_of(value)``."""
+    return module_of(value).partition(".")[0]
+
+
+def module_of(value: Any) -> str:
+    """The name of the Python module that is ``value`` or defines it; empty if it has none."""
+    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    return name if isinstance(name, str) else ""
 
 
 def _functions(value: Any) -> list[FunctionType]:
@@ -85,7 +96,7 @@ def _methods(kind: type) -> Iterator[Callable[..., Any]]:
 
 def _values_of(function: FunctionType) -> Iterator[Any]:
     """The values of the global names and the enclosed variables that ``function`` names."""
-    for name in _names(function.__code__):
+    for name in names_in(function.__code__):
         if name in function.__globals__:
             yield function.__globals__[name]
     for cell in function.__closure__ or ():
@@ -102,7 +113,8 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(each)
 
 
-def _names(code: CodeType) -> set[str]:
+def names_in(code: CodeType) -> set[str]:
+    """The global names and the attributes in ``code``."""
     return {name for each in _codes(code) for name in each.co_names}
 
 

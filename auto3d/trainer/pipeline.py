@@ -1,7 +1,8 @@
 """The pipeline of a Trainer: this rank's part of the model, and the model's weights between the two."""
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -38,6 +39,7 @@ from auto3d.trainer.optimizer import (
 )
 from auto3d.trainer.own_loss import ComputeLoss, with_loss
 from auto3d.trainer.planned import batch_of, plan_of, planned_again
+from auto3d.trainer.reads import Reads, changed
 from auto3d.trainer.samples import CollatedData
 from auto3d.trainer.settings import training_settings
 from auto3d.trainer.setup import setup
@@ -64,6 +66,8 @@ class Pipeline:
         self.training = None
         self._is_gathered = True  # whether the model has the pipeline's weights, or what the script made of them
         self._traits: dict[str, object] = {}  # those of the model in ``_planned``
+        self._reads: Reads | None = None  # values beside the model that the code of ``_planned`` reads
+        self._values_read: dict[str, Hashable] = {}  # ``_reads`` when it was planned
         self._planned: tuple[Plan, CapturedModel] | None = None
         self._learnt_by: torch.optim.Optimizer | None = None  # the script's optimizer of the steps so far
         self._optimizer: torch.optim.Optimizer | None = None  # the script's optimizer in the training
@@ -73,6 +77,13 @@ class Pipeline:
     def compute(self, loss: ComputeLoss) -> None:
         """Train ``loss`` in place of that of the model."""
         self._own_loss, self.build = loss, with_loss(self.build, loss)
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Inside, code of the stages is traced. Raises InputError if that changes a value beside the model."""
+        self._reads = Reads(self._own_loss, self._model)
+        with self._reads.kept():
+            yield
 
     def check_batch(self) -> None:
         """Raise InputError if the arguments say other batch sizes than when the Trainer was made."""
@@ -137,6 +148,7 @@ class Pipeline:
         if self._planned is None or self.is_outdated:
             self.build = with_loss(build_of(self._model), self._own_loss, gets_items=gets_items)
             self._traits = dict(traits_of(self._model))
+            self._values_read = {} if self._reads is None else self._reads.now()
             before = self._planned
             again = before and planned_again(*before, self._args, self.build, data.shapes)
             self._planned = again or plan_of(setup(), self._args, self.build, data.shapes)
@@ -180,8 +192,15 @@ class Pipeline:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the model has other traits than when the pipeline was planned, so that it must start again."""
-        return self._traits != dict(traits_of(self._model))
+        """Whether the pipeline must start again: the model has other traits than when it was planned, or its code would
+        read other values."""
+        return self._traits != dict(traits_of(self._model)) or bool(self.value_changed)
+
+    @property
+    def value_changed(self) -> str:
+        """The place of a value that the code of the stages would not read as when the pipeline was planned; empty if
+        there is none."""
+        return "" if self._reads is None else changed(self._values_read, self._reads.now())
 
     def trained(self) -> None:
         """Note that the pipeline has newer weights than the model."""

@@ -4,6 +4,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -121,6 +122,7 @@ class Trainer(transformers.Trainer):
         self._pipeline = Pipeline(model, args)
         self._between_steps = False
         self._first_item: int | None = None  # see CollatedData
+        self._has_told_of_values = False  # see _follow_values
         self._iterations: Iterator[tuple[int, IterationResult]] = iter(())
         self._made_of: tuple[Any, dict[str, Any]] = None, {}  # an optimizer of transformers, and arguments for it
         super().__init__(
@@ -391,6 +393,8 @@ class Trainer(transformers.Trainer):
             if self._is_stopped and self._micro_batches_of(step, steps_in_epoch) > 1:
                 break
             self._follow_data(begins_epoch=step == first)
+            self.current_gradient_accumulation_steps = self._micro_batches_of(step, steps_in_epoch)
+            self._follow_values()
             TOGETHER.mark(f"goes on with step {self.state.global_step + 1}")
             self.model.train()  # a callback may have called eval() for a sample of text, say
             if not self._ranks_agree and self._pipeline.is_outdated:
@@ -439,6 +443,20 @@ class Trainer(transformers.Trainer):
         if changed:
             self._pipeline.training.rank.executor.read_anew()
         self._numbers = numbers
+
+    def _follow_values(self) -> None:
+        """Build the pipeline again if the code of its stages would read other values beside the model."""
+        place = self._pipeline.value_changed
+        if place and not self._has_told_of_values and dist.get_rank() == 0:
+            self._has_told_of_values = True
+            print(
+                f"auto3d: {place} has changed, and the code of the model or its loss may read it: the pipeline is "
+                "built again, here and whenever such a value changes; a number that changes often may be a buffer of "
+                "the model, which a callback sets",
+                flush=True,
+            )
+        if place:
+            self._start_again()
 
     @property
     def _is_stopped(self) -> bool:
@@ -530,25 +548,38 @@ class Trainer(transformers.Trainer):
     ) -> Training:
         """This rank of a pipeline with the weights of the model; if it ``goes_on``, after the steps so far."""
         self._iterations = iter(())
-        takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        gives_items = takes_items and "labels" in data.shapes and not self.args.loss_mean
-        loss_mean = self.args.loss_mean or loss_mean_of(
-            self._pipeline.build,
-            data.shapes,
-            gives_items=gives_items,
-            is_scaled=self.loss_is_scaled_for_ga,
-            device=self.args.device.type,
-        )
-        self._first_item = int(self._loss_shifts_labels) if loss_mean in ("items", SUMMED_ITEMS) else None
-        return self._pipeline.start(
-            replace(data, first_item=self._first_item),
-            iterations,
-            optimizer=self.optimizer if self.is_in_train else self._pipeline.learnt_by,
-            loss_mean=loss_mean,
-            gets_items=gives_items and loss_mean != "items",  # there the model divides, as the data says
-            checkpoints=checkpoints,
-            goes_on=goes_on,
-        )
+        with self._tracing():
+            takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+            gives_items = takes_items and "labels" in data.shapes and not self.args.loss_mean
+            loss_mean = self.args.loss_mean or loss_mean_of(
+                self._pipeline.build,
+                data.shapes,
+                gives_items=gives_items,
+                is_scaled=self.loss_is_scaled_for_ga,
+                device=self.args.device.type,
+            )
+            self._first_item = int(self._loss_shifts_labels) if loss_mean in ("items", SUMMED_ITEMS) else None
+            return self._pipeline.start(
+                replace(data, first_item=self._first_item),
+                iterations,
+                optimizer=self.optimizer if self.is_in_train else self._pipeline.learnt_by,
+                loss_mean=loss_mean,
+                gets_items=gives_items and loss_mean != "items",  # there the model divides, as the data says
+                checkpoints=checkpoints,
+                goes_on=goes_on,
+            )
+
+    @contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Inside, code of the stages is traced. Raises InputError for what it would do in one process only."""
+        logs = len(self.state.log_history)
+        with self._pipeline.tracing():
+            yield
+        if len(self.state.log_history) != logs:
+            raise InputError(
+                "Trainer.compute_loss: it logs, and runs only when the stages are made, not in each step: log in a "
+                "callback or in a method log()"
+            )
 
     def evaluation_loop(
         self,
@@ -565,7 +596,9 @@ class Trainer(transformers.Trainer):
         data = self._evaluation_data(dataloader)
         if self._pipeline.training is None or (not self.is_in_train and self._pipeline.is_outdated):
             self._start(data, 1, None)
-        elif not self.is_in_train:
+        elif self.is_in_train:
+            self._follow_values()
+        else:
             self._pipeline.scatter()
         self._pipeline.use_weights(evaluation=True)
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
@@ -613,9 +646,10 @@ class Trainer(transformers.Trainer):
             config = getattr(self.model, "config", None)
             ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
         assert isinstance(data.order, InOrder)
-        return check_evaluation(
-            self._pipeline, data, self.args, samples=data.order.samples, loss_only=loss_only, ignored=ignored
-        )
+        with self._tracing():
+            return check_evaluation(
+                self._pipeline, data, self.args, samples=data.order.samples, loss_only=loss_only, ignored=ignored
+            )
 
     def _check_evaluations(self) -> None:
         """Raise the errors of the evaluations that the training will run, before its first iteration."""
@@ -695,16 +729,25 @@ class Trainer(transformers.Trainer):
     def _agree(self) -> None:
         """Give all ranks the flags that the user's callbacks have set on any of them.
 
-        Raises InputError unless all have the same numbers in the groups of the optimizer.
+        Raises InputError unless all have the same numbers in the groups of the optimizer, and read the same values.
         """
         if self._ranks_agree:
             return
-        numbers = xxh3_64_intdigest(repr(numbers_of(self.optimizer)).encode()) >> 2
-        flags = torch.tensor([*(int(getattr(self.control, name)) for name in _FLAGS), numbers, -numbers])
+        numbers, place = (
+            xxh3_64_intdigest(repr(each).encode()) >> 2
+            for each in (numbers_of(self.optimizer), self._pipeline.value_changed)
+        )
+        alike = [numbers, -numbers, place, -place]  # the largest of each pair differ only by their signs
+        flags = torch.tensor([*(int(getattr(self.control, name)) for name in _FLAGS), *alike])
         with waiting_for("the callbacks of the other ranks", self.args.ddp_timeout):
             dist.all_reduce(flags, dist.ReduceOp.MAX)
-        *of_flags, highest, lowest = flags.tolist()
-        if highest != -lowest:
+        *of_flags, numbers, lowest_numbers, place, lowest_place = flags.tolist()
+        if place != -lowest_place:
+            raise InputError(
+                f"Trainer: {self._pipeline.value_changed or 'something on another rank'} has changed, and the code of "
+                "the model or its loss may read it, but not on all ranks; change it alike on all ranks"
+            )
+        if numbers != -lowest_numbers:
             raise InputError(
                 "Trainer.optimizer: the ranks have other numbers in its groups, such as a learning rate; set them "
                 "alike on all ranks, from nothing that differs between them"
