@@ -1,17 +1,21 @@
-"""Scripts of many tasks, written for transformers: the numbers of one process, or a line that says why they do not run.
+"""Scripts of many tasks, written for transformers: the numbers, texts and saved weights of one process, or a line that
+says why they do not run.
 
 A script is changed in one line, which puts auto3d's classes in the place of transformers' after the imports.
 """
 
+import re
 import runpy
-import sys
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 from math import prod
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file
 
 import auto3d
 from auto3d.errors import InputError
@@ -26,17 +30,21 @@ AS_ONE_PROCESS = (
     "audio",
     "distillation",
     "instructions",
+    "language_model",
     "multi_label",
     "named_entities",
+    "preferences",
     "regression",
     "summarization",
+    "unfreezing",
 )
 DRAWING = ("images", "masked_lm")  # reading draws random numbers, other ones than in a process of transformers
 REFUSED = {"streaming": "train_dataset has no length"}
 
 
 def run(world, name, folder, port, **degrees):
-    """The log of a script, and its last evaluation; by transformers if ``degrees`` is empty. Or why it is refused."""
+    """The log of a script with its last evaluation, and the lines that it prints; by transformers if ``degrees`` is
+    empty. Or why it is refused."""
     begin(world, folder, port, ours=bool(degrees), **degrees)
 
     def arguments(*, gradient_accumulation_steps, **given):
@@ -48,12 +56,14 @@ def run(world, name, folder, port, **degrees):
     classes = (auto3d.Trainer, arguments) if degrees else (transformers.Trainer, transformers.TrainingArguments)
     script = folder / f"rank-{world.rank}.py"
     script.write_text((FOLDER / f"{name}.py").read_text().replace("\nset_seed(", CHANGED + "\nset_seed(", 1))
-    with patch("sys.stdout", sys.stderr):
+    with redirect_stdout(StringIO()) as printed:
         try:
             variables = runpy.run_path(str(script), {"CLASSES": classes})
         except InputError as error:
             return str(error)
-    return [*variables["trainer"].state.log_history, variables["metrics"]]
+    by_libraries = re.compile(r"[{[]|auto3d: |  \w+ +=")  # warnings, logs and metrics
+    lines = [line for line in printed.getvalue().splitlines() if not by_libraries.match(line)]
+    return [*variables["trainer"].state.log_history, variables["metrics"]], lines
 
 
 def logs(processes, name, folder, **degrees):
@@ -64,6 +74,8 @@ def logs(processes, name, folder, **degrees):
 
 
 def assert_equal(found, expected, tolerance=2e-4):
+    (found, printed), (expected, expected_lines) = found, expected
+    assert printed == expected_lines
     assert len(found) == len(expected)
     for here, there in zip(found, expected, strict=True):
         assert here.keys() == there.keys()
@@ -86,15 +98,20 @@ PP2, DP2_PP2 = {"pp": 2}, {"dp": 2, "pp": 2}
 )
 def test_a_script_gives_what_it_gives_in_one_process(name, degrees, processes, tmp_path):
     (one,) = logs(processes, name, tmp_path / "one")
-    assert any("eval_loss" in entry for entry in one)
+    assert any("eval_loss" in entry for entry in one[0])
     for found in logs(processes, name, tmp_path / "several", **degrees):
         assert_equal(found, one)
+    for file in tmp_path.glob("one/*/*.safetensors"):
+        saved = load_file(tmp_path / "several" / file.relative_to(tmp_path / "one"))
+        for key, value in load_file(file).items():
+            if not key.endswith("key.bias"):  # its gradient is nothing but rounding
+                torch.testing.assert_close(saved[key], value, rtol=1e-3, atol=2e-4, msg=f"{file}: {key}")
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", DRAWING)
 def test_what_reading_draws_is_the_same_under_every_plan(name, processes, tmp_path):
-    expected, _ = logs(processes, name, tmp_path / "two", **PP2)
+    expected, _ = logs(processes, name, tmp_path / "two", **PP2)  # of two ranks
     for found in logs(processes, name, tmp_path / "four", **DP2_PP2):
         assert_equal(found, expected)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from auto3d.trainer.supported import (
     check_trainer,
 )
 from auto3d.trainer.trainer import Trainer
+from tests.trainer.arguments_table import table
 
 BASE = vars(transformers.TrainingArguments(output_dir="nowhere", use_cpu=True))
 
@@ -33,6 +35,10 @@ def test_the_tables_have_every_argument():
     assert set(TRAINER) == set(inspect.signature(Trainer.__init__).parameters) - {"self"}
     assert set(vars(transformers.Trainer)) >= METHODS
     assert set(vars(transformers.TrainerCallback)) >= EVENTS
+
+
+def test_the_table_on_the_page_is_the_code():
+    assert table() in Path("docs/trainer.md").read_text(), "python -m tests.trainer.arguments_table prints it"
 
 
 class Arguments:
