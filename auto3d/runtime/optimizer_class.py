@@ -34,8 +34,9 @@ _OURS = {  # argument -> what sets it
 }
 _PROBE_SCALES = (1.0, 1e-3, 1e3, 1.0, 0.1, 10.0, 1.0, 1.0)  # one factor of the gradients for each step
 _PROBE_SHAPES = ((6, 4), (5,), (3, 2, 2, 2), (3, 4, 2))
-# Larger than what factored and quantised states begin at, and divided where a vector of any processor ends.
-_LARGE_PROBE, _LARGE_PROBE_AT, _LARGE_PROBE_STEPS = (1024, 1040), 320_000, 3
+# Larger than what factored and quantised states begin at. It is divided where a vector of any processor ends, and not
+# where a block of 128 elements or more does, of which some classes quantise each by itself.
+_LARGE_PROBE, _LARGE_PROBE_AT, _LARGE_PROBE_STEPS = (1024, 1040), 320_064, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +51,14 @@ class Traits:
 
 @contextmanager
 def trying() -> Iterator[None]:
-    """Try optimizers without what they print, and without a pool of threads, which does not outlive a fork of ranks."""
+    """Try optimizers without what they print, and with steps that are not compiled.
+
+    Without a pool of threads, too, which does not outlive a fork of ranks.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with redirect_stdout(StringIO()):
+        with redirect_stdout(StringIO()), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         torch.set_num_threads(threads)

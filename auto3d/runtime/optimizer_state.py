@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from auto3d.runtime.offload import updated_parameters
 from auto3d.runtime.optimizer_class import (
@@ -25,6 +26,9 @@ from auto3d.runtime.settings import OptimizerSettings
 from auto3d.runtime.weight_shard import WeightShard
 
 _SIZES = (3, 5, 131, 137)  # sizes of a measured parameter's dimensions; all different, and large enough to be factored
+_LARGE = (1024, 1024)  # shape of a parameter whose state a class may pack
+_LARGEST = 2**22  # elements of the largest parameter that is tried for the size of a packed state, where fewer tell
+_BLOCK = 2048  # a multiple of the blocks of values that have a scale each
 _NUMBERS = "auto3d_numbers"  # attribute of an optimizer: its state that it keeps as numbers, as tensors for checkpoints
 _COUNTS = "auto3d_counts"  # attribute of an optimizer: its ``Traits.counts``
 
@@ -73,7 +77,38 @@ def measured_state_elements(settings: OptimizerSettings) -> Callable[[Sequence[i
             parameter.grad = torch.empty(shape)
             return sum(each.numel() * each.element_size() / 4 for each in stepped(parameter))
 
+    @cache
+    @trying()
+    def ofparts_of(shape: tuple[int, ...]) -> float:
+        """The size of a state that has tensors made of others, for ``shape`` itself."""
+        parameter = nn.Parameter(torch.ones(shape))
+        parameter.grad = torch.ones(shape)
+        held = [part for each in stepped(parameter) for part in parts_of(each)]
+        return sum(part.numel() * part.element_size() for part in held) / 4
+
+    def packed(rows: int, *others: int) -> float:
+        """The same, which grows with rows; of many, by fewer whose values divide into blocks as well as all do."""
+        period = _BLOCK // gcd(_BLOCK, prod(others))
+        few = _LARGEST // prod(others)
+        few -= (few - rows) % period
+        if few < 2 * period or few >= rows:
+            return ofparts_of((rows, *others))
+        of_period = ofparts_of((few, *others)) - ofparts_of((few - period, *others))
+        return ofparts_of((few, *others)) + of_period * (rows - few) / period
+
+    @cache
+    @trying()
+    def packs() -> bool:
+        """Whether the state of a large matrix has tensors that are made of others."""
+        if 2 not in traits_of(settings).dimensions:
+            return False
+        parameter = nn.Parameter(torch.ones(_LARGE))
+        parameter.grad = torch.ones(_LARGE)
+        return any(map(is_traceable_wrapper_subclass, stepped(parameter)))
+
     def elements(shape: Sequence[int]) -> float:
+        if packs() and shape:
+            return packed(*shape)
         dimensions = min(len(shape), len(_SIZES))
         if dimensions not in kept:
             kept[dimensions] = measure(dimensions)
@@ -84,6 +119,14 @@ def measured_state_elements(settings: OptimizerSettings) -> Callable[[Sequence[i
         return sum(size * prod(merged[dimension] for dimension in each) for each, size in kept[dimensions])
 
     return elements
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of which ``tensor`` is made, such as codes of its values and a scale for each block of them."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in parts_of(getattr(tensor, name))]
 
 
 def _extent(tensor: torch.Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], float]:

@@ -15,7 +15,7 @@ from auto3d.errors import InputError
 from auto3d.runtime.optimizer import advance, build_optimizer, check_schedule
 from auto3d.runtime.optimizer_class import check_resumes, is_elementwise, optimizer_class, traits_of
 from auto3d.runtime.optimizer_memory import state_elements
-from auto3d.runtime.optimizer_state import make_state, make_state_to_load, state_tensors
+from auto3d.runtime.optimizer_state import make_state, make_state_to_load, parts_of, state_tensors
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES, OPTIMIZERS, OptimizerSettings
 from tests.distributed.parity import ADAMW, SGD
@@ -253,6 +253,63 @@ class Nested(Plain):
                     parameter.sub_(factor.norm() * seen["steps"] * seen["last"], alpha=1e-8)
 
 
+class Packed(torch.Tensor):
+    """Values as whole numbers, with a scale for each block of them, as 8-bit optimizers keep their state."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scales: torch.Tensor) -> "Packed":
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        self.codes, self.scales = codes, scales
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scales"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, *_):
+        return cls(**parts)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args, kwargs=None):
+        if function is torch.ops.aten.copy_.default:
+            args[0].codes.copy_(args[1].codes), args[0].scales.copy_(args[1].scales)
+            return args[0]
+        assert function in (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.zero_.default)
+        return cls(function(args[0].codes), function(args[0].scales))
+
+    def values(self) -> torch.Tensor:
+        return (self.codes.view(-1, BLOCK) * self.scales[:, None]).view(self.shape)
+
+    def set(self, values: torch.Tensor) -> None:
+        blocks = values.reshape(-1, BLOCK)
+        self.scales.copy_(blocks.abs().amax(dim=1).clamp(min=1e-30) / 127)
+        self.codes.copy_((blocks / self.scales[:, None]).round().view(self.codes.shape))
+
+
+BLOCK = 256
+
+
+class InBlocks(Plain):
+    """Packs the state of parameters that blocks divide."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            state = self.state[parameter]
+            if parameter.numel() % BLOCK:
+                mean = state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+            else:
+                codes = torch.zeros(parameter.shape, dtype=torch.int8)
+                packed = state.setdefault("mean", Packed(codes, torch.zeros(parameter.numel() // BLOCK)))
+                mean = packed.values().lerp_(parameter.grad, 0.1)
+                packed.set(mean)
+            parameter.sub_(mean, alpha=1e-3)
+
+
 class Tupled(Plain):
     def step(self, closure: None = None) -> None:
         super().step()
@@ -281,6 +338,7 @@ def of(kind: type) -> OptimizerSettings:
         (of(Counted), True),
         (OptimizerSettings(optimizer="schedulefree:AdamWScheduleFree"), True),
         *((of(kind), False) for kind in (LayerWise, LayerWiseForMatrices, LayerWiseWhereLarge, LayerWiseWhereClipped)),
+        (of(InBlocks), False),
     ],
     ids=lambda value: value.optimizer if isinstance(value, OptimizerSettings) else None,
 )
@@ -407,6 +465,7 @@ ANY = [
     OptimizerSettings(optimizer="torch.optim.RMSprop", arguments={"momentum": 0.9, "centered": True}),
     OptimizerSettings(optimizer="torch.optim.NAdam"),
     OptimizerSettings(optimizer=f"{__name__}:Nested"),
+    OptimizerSettings(optimizer=f"{__name__}:InBlocks"),
     OptimizerSettings(optimizer="schedulefree:RAdamScheduleFree"),
 ]
 
@@ -425,13 +484,13 @@ def parameters_of(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("settings", ANY, ids=lambda settings: settings.optimizer)
 def test_state_that_is_loaded_continues_the_training_and_has_its_predicted_size(settings):
-    shapes = [(150, 140), (30,), (2, 3, 140, 150)]
-    named = dict(zip("abc", parameters_of(shapes), strict=True))
+    shapes = [(150, 140), (30,), (2, 3, 140, 150), (3, 512)]
+    named = dict(zip("abcd", parameters_of(shapes), strict=True))
     optimizer, _ = build_optimizer(list(named.values()), settings, iterations=1)
     stepped(list(named.values()), optimizer, range(3))
     saved = {(each.parameter, each.key): each.tensor.clone() for each in state_tensors(optimizer, named, [])}
     values = {name: parameter.detach().clone() for name, parameter in named.items()}
-    held = sum(tensor.numel() for tensor in saved.values() if tensor.dim())
+    held = sum(each.nbytes for tensor in saved.values() if tensor.dim() for each in parts_of(tensor)) / 4
     assert held == sum(map(state_elements(settings), shapes))
     stepped(list(named.values()), optimizer, range(3, 5))
 
@@ -445,6 +504,16 @@ def test_state_that_is_loaded_continues_the_training_and_has_its_predicted_size(
         tensor.copy_(saved[key])
     stepped(list(again.values()), resumed, range(3, 5))
     assert all(torch.equal(again[name], parameter) for name, parameter in named.items())
+
+
+def test_a_packed_state_of_many_rows_has_its_size():
+    settings = OptimizerSettings(optimizer=f"{__name__}:InBlocks")
+    of_shape = state_elements(settings)
+    plain = state_elements(OptimizerSettings(optimizer=f"{__name__}:Plain"))
+    for shape in ((50304, 768), (50257, 1024), (5_000_000 // 256 * 256,)):
+        assert of_shape(shape) - plain(shape) == math.prod(shape) / 4 + math.prod(shape) / BLOCK
+    for shape in ((50257, 320), (5_000_001,)):  # blocks do not divide them
+        assert of_shape(shape) - plain(shape) == math.prod(shape)
 
 
 def test_an_offloaded_optimizer_updates_as_one_on_the_device():
