@@ -177,7 +177,7 @@ GROUPS = replace(
     ADAMW,
     exempt=("*.ln_*",),
     groups=(
-        ParameterGroup(names=("*.bias",), learning_rate=3e-3, weight_decay=0.0),
+        ParameterGroup(names=("*.bias",), learning_rate=1.5e-3, weight_decay=0.0),
         ParameterGroup(
             names=("*.attn.*",), dimensions=2, optimizer="torch.optim.RMSprop", arguments={"alpha": 0.9, "eps": 1e-4}
         ),
@@ -204,7 +204,7 @@ def as_groups_say(module: nn.Module) -> list[tuple[torch.optim.Optimizer, LRSche
     made = []
     for name, parameter in module.named_parameters():
         if name.endswith(".bias"):
-            optimizer = torch.optim.AdamW([parameter], lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
+            optimizer = torch.optim.AdamW([parameter], lr=1.5e-3, betas=(0.9, 0.95), weight_decay=0.0)
         elif ".attn." in name:
             optimizer = torch.optim.RMSprop([parameter], lr=1e-3, weight_decay=0.01, **arguments)
         elif ".wpe." in name:
