@@ -70,9 +70,9 @@ class Reads:
         yield
         if place := changed(before, self.now()):
             raise InputError(
-                f"{self._who}: it changes {place}, and runs only when the stages are made, not in each step: keep "
-                "numbers that change in buffers of the model, and return what is to be logged as an output, for "
-                "compute_metrics"
+                f"{self._who}: it changes {place}, and runs only when the stages are made, not in each step: make "
+                "before train() what stays the same, keep numbers that change in buffers of the model, and return what "
+                "is to be logged as an output, for compute_metrics"
             )
 
     def _is_own(self, value: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from auto3d import TrainingArguments
 from auto3d.errors import InputError
 from auto3d.trainer.callbacks import events_with_weights
 from auto3d.trainer.supported import (
@@ -24,6 +25,7 @@ from auto3d.trainer.supported import (
 )
 from auto3d.trainer.trainer import Trainer
 from tests.trainer.arguments_table import table
+from tests.trainer.scripts import begin
 
 BASE = vars(transformers.TrainingArguments(output_dir="nowhere", use_cpu=True))
 
@@ -39,6 +41,23 @@ def test_the_tables_have_every_argument():
 
 def test_the_table_on_the_page_is_the_code():
     assert table() in Path("docs/trainer.md").read_text(), "python -m tests.trainer.arguments_table prints it"
+
+
+def parsed(world, folder):
+    begin(world, folder, None)
+    line = "--output_dir out --max_steps 3 --use_cpu --report_to none --sequence_length 16 --loss_mean targets"
+    parser = transformers.HfArgumentParser((Own, TrainingArguments))
+    own, arguments = parser.parse_args_into_dataclasses([*line.split(), "--layers", "5"])
+    return own.layers, arguments.max_steps, arguments.sequence_length, arguments.loss_mean
+
+
+@dataclasses.dataclass
+class Own:
+    layers: int = 2
+
+
+def test_the_command_line_of_a_script_is_its_own(processes, tmp_path):
+    assert processes.run(1, parsed, tmp_path) == [(5, 3, 16, "targets")]
 
 
 class Arguments:
