@@ -46,8 +46,8 @@ class Reads:
         for module in model.modules():
             functions += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if trainer is not None:
-            self._objects["trainer"] = trainer
-            functions += [trainer.compute_loss, trainer.compute_loss_func]
+            self._objects |= {"trainer": trainer, "compute_loss_func": trainer.compute_loss_func}
+            functions.append(trainer.compute_loss)
         self._ids = {id(each) for each in self._objects.values()}
         self._functions: dict[CodeType, FunctionType] = {}
         self._names: set[str] = set()
@@ -84,8 +84,6 @@ class Reads:
         waiting, before = [*functions], len(self._functions)
         while waiting:
             each = waiting.pop()
-            if isinstance(each, partial):
-                waiting.append(each.func)
             each = getattr(each, "__func__", getattr(each, "fget", each))
             each = getattr(each, "__wrapped__", each)
             if not isinstance(each, FunctionType) or each.__code__ in self._functions or not self._is_own(each):
@@ -126,7 +124,7 @@ class Reads:
         elif isinstance(value, torch.Tensor):
             if not isinstance(value, nn.Parameter):
                 found[place] = id(value), value._version
-        elif isinstance(value, FunctionType | MethodType | Enum) or self._is_other_module(value):
+        elif isinstance(value, FunctionType | Enum) or self._is_other_module(value):
             found[place] = id(value)
         elif depth and id(value) not in seen:
             seen[id(value)] = value
@@ -142,7 +140,11 @@ class Reads:
             pairs = held if isinstance(value, Mapping) else [*enumerate(held)]
             for key, part in pairs[:_LARGEST]:
                 yield f"{place}[{key if isinstance(key, _PLAIN) else type(key).__name__!r}]", part
-        elif not isinstance(value, FunctionType | MethodType | torch.Tensor) and not self._is_other_module(value):
+        elif isinstance(value, MethodType):
+            yield from ((place, value.__func__), (place, value.__self__))
+        elif isinstance(value, partial):
+            yield from ((place, each) for each in (value.func, value.args, value.keywords))
+        elif not isinstance(value, FunctionType | torch.Tensor) and not self._is_other_module(value):
             yield from ((f"{place}.{name}", part) for name, part in self._attributes(value).items())
 
     def _is_other_module(self, value: Any) -> bool:

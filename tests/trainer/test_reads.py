@@ -1,6 +1,7 @@
 """Values beside the model that a loss or a forward reads and that change in mid-training: as in one process."""
 
 from collections import defaultdict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -49,9 +50,13 @@ class Weighed(nn.Module):
         self.holder, self.read = Holder(), read
         self.register_buffer("kept", torch.ones(()))
 
-    def forward(self, input_ids, labels):
+    def forward(self, input_ids, labels=None):
         logits = self.head(self.body(self.embedding(input_ids)).relu())
-        return {"loss": self.read(self) * nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+        return {"logits": logits} if labels is None else {"loss": self.read(self) * loss_of(logits, labels)}
+
+
+def loss_of(logits, labels):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def of_global(model):
@@ -98,6 +103,16 @@ class OfRate(Reading):
         return 100 * self.lr_scheduler.get_last_lr()[0]
 
 
+class Weight:
+    """An object with a loss for ``compute_loss_func``."""
+
+    def __init__(self, holder):
+        self.holder = holder
+
+    def loss(self, outputs, labels, num_items_in_batch=None, scale=0.0):
+        return scale * self.holder.half() * loss_of(outputs["logits"], labels)
+
+
 class OfBuffer(Reading):
     def weight(self, model):
         return model.kept
@@ -109,6 +124,7 @@ FOLLOWED = {  # what is read -> the Trainer's method, how the model reads
     "an attribute of the trainer": (OfTrainer, one),
     "the step": (OfStep, one),
     "the rate": (OfRate, one),
+    "an object of a function": (Weight, one),
     "a buffer": (Plain, of_buffer),
     "a buffer, in the loss": (OfBuffer, one),
 }
@@ -120,6 +136,8 @@ def made(method, read, *classes, **options):
     base, arguments = classes or (Trainer, TrainingArguments)
     model = Weighed(read)
     callback = Halves(model.holder)
+    if method is Weight:
+        method, options = Plain, {"compute_loss_func": partial(Weight(model.holder).loss, scale=1.0), **options}
     kind = type(method.__name__, (method, base), {})
     evaluated = {"eval_dataset": small.with_labels(small.rows(8)), "eval_strategy": "steps", "eval_steps": 2}
     evaluated |= {"per_device_eval_batch_size": 2, "label_names": ["labels"], "max_steps": 3}
