@@ -97,6 +97,13 @@ def optimizer_class(settings: OptimizerSettings) -> tuple[type[torch.optim.Optim
     return _class_and_arguments(settings)
 
 
+def check_closure(kind: type[torch.optim.Optimizer], name: str) -> None:
+    """Raise InputError if steps of ``kind`` run the model."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if kind is torch.optim.LBFGS or (closure is not None and closure.default is inspect.Parameter.empty):
+        raise InputError(f"optimizer: {name} runs the model again in its step (closure), which a pipeline cannot do")
+
+
 @cache
 @trying()
 def is_elementwise(settings: OptimizerSettings) -> bool:
@@ -223,9 +230,7 @@ def _imported(path: str) -> type[torch.optim.Optimizer]:
         raise InputError(f"optimizer: {path!r} cannot be imported: {line}; use one of {accepted}") from None
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise InputError(f"optimizer: {path!r} is no class of torch optimizers; use one of {accepted}")
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if kind is torch.optim.LBFGS or (closure is not None and closure.default is inspect.Parameter.empty):
-        raise InputError(f"optimizer: {path} runs the model again in its step (closure), which a pipeline cannot do")
+    check_closure(kind, path)
     return kind
 
 

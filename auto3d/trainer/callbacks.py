@@ -136,6 +136,7 @@ class PipelineCallbacks(CallbackHandler):
         for name, value in vars(args).items():
             yield f"args.{name}", value
         if self.optimizer is not None:
+            yield from ((f"optimizer.param_groups[{place}]", "") for place in range(len(self.optimizer.param_groups)))
             yield from fixed_of(self.optimizer).items()
 
     def _traits(self, args: Any) -> Iterator[tuple[str, Any]]:

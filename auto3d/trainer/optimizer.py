@@ -20,6 +20,7 @@ from auto3d.errors import InputError
 from auto3d.runtime.optimizer_class import (
     attributes_of,
     averages,
+    check_closure,
     import_path,
     make_optimizer,
     traits_of,
@@ -61,6 +62,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Raise InputError unless ``optimizer`` is a new one of parameters of ``model``."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"Trainer: its optimizer is a {type(optimizer).__name__}; it takes a torch.optim.Optimizer")
+    check_closure(type(optimizer), type(optimizer).__name__)
     of_model = set(map(id, model.parameters()))
     for number, group in enumerate(optimizer.param_groups):
         for name in _REFUSED:

@@ -773,6 +773,10 @@ def set_option(args, optimizer, **_):
     optimizer.param_groups[0]["amsgrad"] = True
 
 
+def remove_group(args, optimizer, **_):
+    optimizer.param_groups.pop()
+
+
 def write_on_one_rank(args, model, **_):
     if not args.process_index:
         torch.nn.init.zeros_(model.lm_head.weight)
@@ -940,6 +944,7 @@ FAULTS |= {
     "a callback sets an argument": (changing(set_argument), "it changed args.max_grad_norm"),
     "a callback reads what the optimizer keeps": (changing(read_state), "optimizer.state: refused: each rank"),
     "a callback sets an option": (changing(set_option), "it changed amsgrad of optimizer.param_groups[0]"),
+    "a callback removes a group": (changing(remove_group), "it changed optimizer.param_groups[1] during the training"),
     "a callback writes on one rank": (changing(write_on_one_rank), "change it alike on all ranks"),
 }
 
@@ -949,6 +954,7 @@ FOUND_IN_TRAINING = (  # a step was right before what cannot be followed
     "a callback sets an argument",
     "a callback reads what the optimizer keeps",
     "a callback sets an option",
+    "a callback removes a group",
     "a callback writes on one rank",
 )
 

@@ -354,6 +354,10 @@ REFUSED = {
         lambda model: (torch.optim.SGD(small.llama().parameters(), lr=0.1), None),
         "Trainer: param_groups[0] of its optimizer has a parameter of shape (64, 32) that is none of the model's",
     ),
+    "that runs the model": (
+        lambda model: (torch.optim.LBFGS(model.parameters()), None),
+        "optimizer: LBFGS runs the model again in its step (closure), which a pipeline cannot do",
+    ),
     "that has made steps": (stepped, "Trainer: its optimizer has made steps before"),
     "of a class in a function": (of_a_scope, "optimizer: of_a_scope.<locals>.Local is a class inside another scope"),
     "with an argument of its own": (
