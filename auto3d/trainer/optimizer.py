@@ -127,9 +127,11 @@ def optimizer_settings(optimizer: torch.optim.Optimizer, model: nn.Module, *, cl
     )
 
 
-def tell_left_out(settings: OptimizerSettings) -> None:
-    """Say, on rank 0, which trained parameters are in no group of the script's optimizer."""
+def tell_left_out(settings: OptimizerSettings, told: set[str]) -> None:
+    """Say, on rank 0, which trained parameters are in no group of the script's optimizer, once for each (``told``)."""
     names = [name for group in settings.groups if group.script_group == LEFT_OUT for name in group.names]
+    names = [name for name in names if name not in told]
+    told.update(names)
     if names and not setup().world.rank:
         more = f" and {len(names) - 1} more" * (len(names) > 1)
         print(

@@ -72,6 +72,7 @@ class Pipeline:
         self._learnt_by: torch.optim.Optimizer | None = None  # the script's optimizer of the steps so far
         self._optimizer: torch.optim.Optimizer | None = None  # the script's optimizer in the training
         self._fixed: object = None  # ranks took this over from ``_optimizer`` when they made theirs
+        self._left_out: set[str] = set()  # parameters of which a line has said that the optimizer lacks them
         self._optimizer_state: dict[str, StatePart] = {}  # state of parameters that are frozen since
 
     def compute(self, loss: ComputeLoss) -> None:
@@ -161,8 +162,7 @@ class Pipeline:
             self._optimizer = optimizer
             updates = optimizer_settings(optimizer, self._model, clip_norm=self._args.max_grad_norm or 0.0)
             self._fixed = _fixed_of(optimizer)
-            if not goes_on:
-                tell_left_out(updates)
+            tell_left_out(updates, self._left_out)
         self.settings = training_settings(self._args, iterations, updates, loss_mean)
         data = data.of_plan(captured, plan, self.settings)
         self.training = Training(

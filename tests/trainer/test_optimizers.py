@@ -1,6 +1,8 @@
 """Optimizers and schedules of a script, under pipelines and on one transformers process; and those that are refused."""
 
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 from math import prod
 
 import numpy as np
@@ -450,3 +452,25 @@ def test_freezing_what_an_averaging_optimizer_has_learnt_is_refused(processes, t
     for line in processes.run(2, frozen, tmp_path, free_port()):
         assert line.startswith("model: model.layers.0.")
         assert "is frozen in mid-training" in line
+
+
+class ThawsAll(transformers.TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **_):
+        if state.global_step == 1:
+            model.requires_grad_(True)
+
+
+def printed(world, folder, port):
+    """What rank 0 prints of a training in which parameters thaw that its optimizer lacks."""
+    begin(world, folder, port)
+    model = small.llama()
+    model.model.layers.requires_grad_(False)
+    with redirect_stdout(StringIO()) as found:
+        small.trainer(model, callbacks=[ThawsAll()]).train()
+    return found.getvalue()
+
+
+def test_a_line_says_once_that_the_optimizer_lacks_what_thaws(processes, tmp_path):
+    first, other = processes.run(2, printed, tmp_path, free_port())
+    assert first.count("trained, but in no group of the optimizer, which leaves it as it is") == 1
+    assert "auto3d: " not in other
