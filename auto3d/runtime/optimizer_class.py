@@ -34,8 +34,8 @@ _OURS = {  # argument -> what sets it
 }
 _PROBE_SCALES = (1.0, 1e-3, 1e3, 1.0, 0.1, 10.0, 1.0, 1.0)  # one factor of the gradients for each step
 _PROBE_SHAPES = ((6, 4), (5,), (3, 2, 2, 2), (3, 4, 2))
-# Larger than what factored and quantised states begin at. It is divided where a vector of any processor ends, and not
-# where a block of 128 elements or more does, of which some classes quantise each by itself.
+# Larger than what factored and quantised states begin at. It is divided where a vector of any processor ends, but no
+# block of 128 elements or more: some classes quantise each block by itself.
 _LARGE_PROBE, _LARGE_PROBE_AT, _LARGE_PROBE_STEPS = (1024, 1040), 320_064, 3
 
 

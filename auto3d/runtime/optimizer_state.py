@@ -26,7 +26,7 @@ from auto3d.runtime.settings import OptimizerSettings
 from auto3d.runtime.weight_shard import WeightShard
 
 _SIZES = (3, 5, 131, 137)  # sizes of a measured parameter's dimensions; all different, and large enough to be factored
-_LARGE = (1024, 1024)  # shape of a parameter whose state a class may pack
+_LARGE = (256, 256)  # shape of a parameter whose state a class may pack
 _LARGEST = 2**22  # elements of the largest parameter that is tried for the size of a packed state, where fewer tell
 _BLOCK = 2048  # a multiple of the blocks of values that have a scale each
 _NUMBERS = "auto3d_numbers"  # attribute of an optimizer: its state that it keeps as numbers, as tensors for checkpoints
@@ -59,11 +59,12 @@ def measured_state_elements(settings: OptimizerSettings) -> Callable[[Sequence[i
         if max(1, dimensions) not in traits_of(settings).dimensions:
             return []  # it cannot update such a parameter, and a plan that would let it is refused
         shape = _SIZES[len(_SIZES) - dimensions :]
+        return [_extent(each, shape) for each in stepped(shape)]
+
+    def stepped(shape: Sequence[int]) -> list[torch.Tensor]:
+        """The state of a parameter of ``shape`` after a step."""
         parameter = nn.Parameter(torch.ones(shape))
         parameter.grad = torch.ones(shape)
-        return [_extent(each, shape) for each in stepped(parameter)]
-
-    def stepped(parameter: nn.Parameter) -> list[torch.Tensor]:
         optimizer = make_optimizer(kind, [parameter], arguments)
         optimizer.step()
         values = [each.value for each in kept_in(optimizer.state[parameter])]
@@ -73,18 +74,13 @@ def measured_state_elements(settings: OptimizerSettings) -> Callable[[Sequence[i
     def without_values(shape: tuple[int, ...]) -> float:
         """What a class keeps that has squares of a dimension, which it may leave out where that is large."""
         with FakeTensorMode():
-            parameter = nn.Parameter(torch.empty(shape))
-            parameter.grad = torch.empty(shape)
-            return sum(each.numel() * each.element_size() / 4 for each in stepped(parameter))
+            return sum(each.nbytes for each in stepped(shape)) / 4
 
     @cache
     @trying()
-    def ofparts_of(shape: tuple[int, ...]) -> float:
-        """The size of a state that has tensors made of others, for ``shape`` itself."""
-        parameter = nn.Parameter(torch.ones(shape))
-        parameter.grad = torch.ones(shape)
-        held = [part for each in stepped(parameter) for part in parts_of(each)]
-        return sum(part.numel() * part.element_size() for part in held) / 4
+    def with_values(shape: tuple[int, ...]) -> float:
+        """The size of a state that has tensors made of others."""
+        return sum(part.nbytes for each in stepped(shape) for part in parts_of(each)) / 4
 
     def packed(rows: int, *others: int) -> float:
         """The same, which grows with rows; of many, by fewer whose values divide into blocks as well as all do."""
@@ -92,19 +88,15 @@ def measured_state_elements(settings: OptimizerSettings) -> Callable[[Sequence[i
         few = _LARGEST // prod(others)
         few -= (few - rows) % period
         if few < 2 * period or few >= rows:
-            return ofparts_of((rows, *others))
-        of_period = ofparts_of((few, *others)) - ofparts_of((few - period, *others))
-        return ofparts_of((few, *others)) + of_period * (rows - few) / period
+            return with_values((rows, *others))
+        of_few, of_fewer = (with_values((each, *others)) for each in (few, few - period))
+        return of_few + (of_few - of_fewer) * (rows - few) / period
 
     @cache
     @trying()
     def packs() -> bool:
         """Whether the state of a large matrix has tensors that are made of others."""
-        if 2 not in traits_of(settings).dimensions:
-            return False
-        parameter = nn.Parameter(torch.ones(_LARGE))
-        parameter.grad = torch.ones(_LARGE)
-        return any(map(is_traceable_wrapper_subclass, stepped(parameter)))
+        return 2 in traits_of(settings).dimensions and any(map(is_traceable_wrapper_subclass, stepped(_LARGE)))
 
     def elements(shape: Sequence[int]) -> float:
         if packs() and shape:

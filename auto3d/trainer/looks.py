@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from auto3d.capture.python_state import is_empty
+
 OF_MODEL = frozenset({"model", "trainer"})  # names by which a script has the model
 _LIBRARIES = {*sys.stdlib_module_names, "accelerate", "auto3d", "datasets", "numpy", "torch", "transformers"}
 
@@ -36,7 +38,7 @@ def reached(value: Any) -> set[nn.Module]:
     that it names."""
     found: set[nn.Module] = set()
     for reader in _functions(value):
-        found |= {each for each in _values_of(reader) if isinstance(each, nn.Module)}
+        found |= {each for _, each in variables_of(reader) if isinstance(each, nn.Module)}
     words = words_of(value)
     for name, held in getattr(value, "__dict__", {}).items():
         if isinstance(held, nn.Module) and name in words:
@@ -75,7 +77,7 @@ def _functions(value: Any) -> list[FunctionType]:
             function = unwrap(each)
             if isinstance(function, FunctionType) and is_of_user(function):
                 found.append(function)
-                waiting += [one for one in _values_of(function) if isinstance(one, FunctionType | type)]
+                waiting += [one for _, one in variables_of(function) if isinstance(one, FunctionType | type)]
         elif isinstance(each, staticmethod | classmethod):
             waiting.append(each.__func__)
         elif isinstance(each, property):
@@ -94,16 +96,13 @@ def _methods(kind: type) -> Iterator[Callable[..., Any]]:
             yield value  # type: ignore[misc]  # a property's function counts too
 
 
-def _values_of(function: FunctionType) -> Iterator[Any]:
-    """The values of the global names and the enclosed variables that ``function`` names."""
-    for name in names_in(function.__code__):
-        if name in function.__globals__:
-            yield function.__globals__[name]
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
+def variables_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """(name, value) of the global names and the enclosed variables that ``function`` names."""
+    values = function.__globals__
+    yield from ((name, values[name]) for name in sorted(names_in(function.__code__) & values.keys()))
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if not is_empty(cell):  # it is assigned already
+            yield name, cell.cell_contents
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

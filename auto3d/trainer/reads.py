@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from auto3d.capture.block_state import OF_EVERY_MODULE
-from auto3d.capture.python_state import held_by, is_empty
+from auto3d.capture.python_state import held_by
 from auto3d.errors import InputError
-from auto3d.trainer.looks import is_of_user, module_of, names_in, package_of
+from auto3d.trainer.looks import is_of_user, module_of, names_in, package_of, variables_of
 from auto3d.trainer.own_loss import ComputeLoss
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -90,7 +90,7 @@ class Reads:
                 continue
             self._functions[each.__code__] = each
             self._names |= {name for name in names_in(each.__code__) if not name.startswith("__")}
-            waiting += [value for _, value in _variables(each)]
+            waiting += [value for _, value in variables_of(each)]
         return len(self._functions) > before
 
     def _methods(self) -> Iterator[Any]:
@@ -114,7 +114,7 @@ class Reads:
     def _roots(self) -> Iterator[tuple[str, Any]]:
         yield from self._objects.items()
         for function in [*self._functions.values()]:
-            yield from _variables(function)
+            yield from variables_of(function)
 
     def _walk(self, place: str, value: Any, found: dict[str, Hashable], seen: dict[int, Any], depth: int) -> None:
         if isinstance(value, _PLAIN):
@@ -174,15 +174,6 @@ def changed(before: Mapping[str, Hashable], now: Mapping[str, Hashable]) -> str:
     """The place of a value that is another one ``now`` than ``before``; empty if there is none."""
     places = [each for each in {**before, **now} if before.get(each, _ABSENT) != now.get(each, _ABSENT)]
     return min(places, default="")
-
-
-def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """(name, value) of the global names and the enclosed variables of ``function``."""
-    values = function.__globals__
-    yield from ((name, values[name]) for name in sorted(names_in(function.__code__) & values.keys()))
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if not is_empty(cell):
-            yield name, cell.cell_contents
 
 
 def _is_installed(value: Any) -> bool:

@@ -118,7 +118,7 @@ class OfBuffer(Reading):
         return model.kept
 
 
-FOLLOWED = {  # what is read -> the Trainer's method, how the model reads
+FOLLOWED = {  # a name -> the Trainer's method, how the model reads
     "a global": (Plain, of_global),
     "an object of the model": (Plain, of_object),
     "an attribute of the trainer": (OfTrainer, one),

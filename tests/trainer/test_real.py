@@ -110,7 +110,7 @@ def test_a_script_gives_what_it_gives_in_one_process(name, degrees, processes, t
 @pytest.mark.soak
 @pytest.mark.parametrize("name", DRAWING)
 def test_what_reading_draws_is_the_same_under_every_plan(name, processes, tmp_path):
-    expected, _ = logs(processes, name, tmp_path / "two", **PP2)  # of two ranks
+    expected, _ = logs(processes, name, tmp_path / "two", **PP2)
     for found in logs(processes, name, tmp_path / "four", **DP2_PP2):
         assert_equal(found, expected)
 
