@@ -65,7 +65,7 @@ promises: $(INSTALLED)  ## try what README and its pages promise: commands, reci
 	$(BIN)/python -m pytest --numprocesses $(shell nproc) -m promises $(ARGS)
 
 soak: $(INSTALLED)  ## run the long tests and further cases (an hour) and, if a SLURM cluster is up, inject 34 faults (half an hour)
-	$(BIN)/python -m pytest -m soak $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(shell nproc) -m soak $(ARGS)
 	$(BIN)/python -m tests.slurm.faults
 
 parity: $(INSTALLED)  ## compare every schedule on every model with one process; writes results/parity.md (most of an hour)

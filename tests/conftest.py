@@ -14,6 +14,7 @@ import transformers
 from launch.run.devices import hide_devices
 from tests import workers
 from tests.processes import ProcessPool
+from tests.soak import mark_further_cases
 
 for name in [name for name in os.environ if name.startswith("SLURM_")]:  # a cluster's, to which tests would submit
     del os.environ[name]
@@ -54,6 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("processes")
         if item.nodeid.startswith(workers.PROMISES):
             item.add_marker("promises")
+    mark_further_cases(items, whole_files=not any("::" in argument for argument in config.args))
     if hasattr(config, "workerinput"):  # this is a worker of pytest-xdist
         workers.sort_longest_first(items)
 

@@ -1,8 +1,9 @@
 """How `make test` divides the tests between its workers, each of which is a process of pytest-xdist.
 
 The tests of a file run on one worker, in their order: they share captured models and the fixtures of their module. All
-tests on SLURM run on one worker, as they share one cluster; they mostly wait for it, beside the others. What takes long
-starts first, and the tests of the longest files run each on its own, so that no long file is left at the end.
+tests on SLURM run on one worker, as they share one cluster; they mostly wait for it, beside the others. The tests of
+compiled code do too, so that it is compiled once. What takes long starts first, and the tests of the longest files run
+each on its own, so that no long file is left at the end.
 """
 
 import pytest
@@ -11,6 +12,7 @@ from xdist.scheduler import LoadScopeScheduling
 SLURM = "tests/slurm"
 PROMISES = "tests/promises"
 WHEEL = f"{PROMISES}/test_wheel.py"  # a test in this file uses the cluster
+COMPILING = ("tests/synthesis", "tests/search/test_synthesized.py")  # what one of these compiles, the others then have
 ON_THEIR_OWN = (  # files whose tests share nothing
     *(f"{PROMISES}/test_{name}.py" for name in ("recipes", "papers", "commands")),
     "tests/trainer/test_small.py",
@@ -50,7 +52,10 @@ class FilePerWorker(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(ON_THEIR_OWN):
             return nodeid
-        return SLURM if nodeid.startswith((SLURM, WHEEL)) else nodeid.partition("::")[0]
+        for shared in ((SLURM, WHEEL), COMPILING):
+            if nodeid.startswith(shared):
+                return shared[0]
+        return nodeid.partition("::")[0]
 
 
 def sort_longest_first(items: list[pytest.Item]) -> None:

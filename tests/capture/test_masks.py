@@ -277,7 +277,7 @@ def masks(draw):
     return (batch, heads, length, keys), make_mask
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     masks(),
     st.sampled_from([MOST_HELD, 30, 12]),
@@ -401,7 +401,7 @@ def test_bounds_hold_in_spite_of_overflow_and_nan(expression, block):
     check_bounds(expression, block)
 
 
-@settings(max_examples=75, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(expressions(2, True), st.sampled_from([1, 2, 3, 10]))
 def test_bounds_hold_for_every_element(expression, block):
     """No bound is too narrow, with integers that overflow, nan, or mixed dtypes."""

@@ -44,8 +44,8 @@ INSTEAD = {  # command -> a smaller one of the same kind
     ),
     "auto3d recompute tiny": f"auto3d recompute tiny {SHORT} {UNCOMPARED}",
     "auto3d sweep emulated": (
-        "auto3d sweep emulated 'search.schedule=[1f1b]' search.pp=[4] cluster.devices_per_node=4 "
-        f"training.global_batch=16 {SHORT}"
+        "auto3d sweep emulated 'search.schedule=[1f1b]' search.pp=[2] cluster.devices_per_node=2 "
+        f"training.global_batch=8 {SHORT}"
     ),
     "auto3d train tiny training.checkpoint_every=20": f"auto3d train tiny training.checkpoint_every=2 {FEW}",
     "auto3d export tiny exported": f"auto3d export tiny exported training.checkpoint_every=2 {FEW}",

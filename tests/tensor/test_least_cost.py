@@ -67,7 +67,7 @@ steps = st.lists(st.tuples(st.sampled_from(OPERATORS), st.integers(0, 2), st.int
 
 
 @given(steps, st.sampled_from([2, 4]), st.booleans())
-@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 def test_the_derivation_finds_the_least_cost(steps, shards, sequence_parallel):
     captured = capture(
         lambda: Program(steps), {"features": InputSpec(shape=(WIDTH, WIDTH), dtype=torch.float32)}, SAMPLES

@@ -12,6 +12,7 @@ from transformers import TrainerCallback, set_seed
 
 from auto3d import Trainer, TrainingArguments
 from auto3d.errors import InputError
+from tests.soak import soak
 from tests.trainer import small
 from tests.trainer.scripts import begin, free_port
 
@@ -146,11 +147,12 @@ def made(method, read, *classes, **options):
     return trainer
 
 
-def trained(world, folder, port, *classes, **degrees):
+def trained(world, folder, port, *classes, names=tuple(FOLLOWED), **degrees):
     """Losses of steps and evaluations, and whether the pipeline was built again."""
     begin(world, folder, port, ours=not classes, **degrees)
     found = {}
-    for name, (method, read) in FOLLOWED.items():
+    for name in names:
+        method, read = FOLLOWED[name]
         trainer = made(method, read, *classes, gradient_accumulation_steps=2 // degrees.get("dp", 1))
         trainer.train()
         keys = ("loss", "eval_loss")
@@ -159,9 +161,13 @@ def trained(world, folder, port, *classes, **degrees):
     return found
 
 
-def test_values_that_change_are_followed(processes, tmp_path):
-    (alone,) = processes.run(1, trained, tmp_path, None, *CLASSES)
-    ranks = processes.run(2, trained, tmp_path, free_port())
+KINDS = ("an object of the model", "the step", "a buffer")
+
+
+@pytest.mark.parametrize("names", [KINDS, *soak((tuple(FOLLOWED),))], ids=str)
+def test_values_that_change_are_followed(names, processes, tmp_path):
+    (alone,) = processes.run(1, partial(trained, names=names), tmp_path, None, *CLASSES)
+    ranks = processes.run(2, partial(trained, names=names), tmp_path, free_port())
     for name, (expected, _) in alone.items():
         assert expected[1] < 0.7 * expected[0], "the weight changes the loss"
         for rank in ranks:

@@ -107,7 +107,7 @@ def in_a_file(names: dict[str, str], values: dict[KeyPath, Any], file: Path) -> 
         return None
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(written())
 def test_overrides_are_as_if_written_in_the_file(tmp_path, case):
     names, values, overrides = case
@@ -121,7 +121,7 @@ def test_overrides_are_as_if_written_in_the_file(tmp_path, case):
     assert "\n" not in str(refused.value)
 
 
-@settings(max_examples=24, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.permutations(["cluster=a100-80g", "cluster.nodes=2", "model=gpt2-xl", "model.config.n_layer=24"]))
 def test_a_file_comes_before_its_keys(tmp_path, overrides):
     (tmp_path / "base.yaml").write_text(BASE)
