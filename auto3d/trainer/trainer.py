@@ -222,6 +222,16 @@ class Trainer(transformers.Trainer):
         with waiting_for("rank 0 to write the model", self.args.ddp_timeout):
             dist.barrier()
 
+    def end(self) -> None:
+        """Finish the trackers and leave the other ranks, at the end of a script. All ranks must call it."""
+        if self.is_in_train:
+            raise InputError(
+                "Trainer.end: refused while it trains: it would close the connections that the next step needs; call "
+                "it at the end of the script"
+            )
+        TOGETHER.call("Trainer.end", self.args.ddp_timeout)
+        super().end()
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Write the weights; of a module that cannot write itself, also those that share memory or are views."""
         if state_dict is None and not hasattr(self.model, "save_pretrained"):

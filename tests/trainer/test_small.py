@@ -538,6 +538,36 @@ def test_a_call_of_one_rank_alone_is_refused_at_once(processes, tmp_path):
     assert one[0].startswith("Trainer.evaluate: rank 1 calls it, and rank 0 calls Trainer.save_model; all ranks must")
 
 
+class EndsAtOnce(transformers.TrainerCallback):
+    """Calls ``end`` in mid-training, and keeps what that says."""
+
+    trainer = None
+    line = ""
+
+    def on_step_end(self, args, state, control, **_):
+        with pytest.raises(InputError) as caught:
+            self.trainer.end()
+        self.line = str(caught.value)
+
+
+def ended(world, folder, port):
+    """What a Trainer says to its end in mid-training, and to a call after its end."""
+    begin(world, folder, port)
+    callback = EndsAtOnce()
+    callback.trainer = small.trainer(callbacks=[callback], max_steps=2)
+    assert len(losses(callback.trainer)) == 2
+    callback.trainer.end()
+    with pytest.raises(InputError) as caught:
+        callback.trainer.save_model("saved")
+    return callback.line, str(caught.value)
+
+
+def test_the_end_is_refused_in_mid_training_and_closes_the_connections_after_it(processes, tmp_path):
+    for early, late in processes.run(2, ended, tmp_path, free_port()):
+        assert early.startswith("Trainer.end: refused while it trains")
+        assert late.startswith("Trainer.save_model: it comes after Trainer.end(), which has closed the connections")
+
+
 def lines_of_faults(world, folder, port, names):
     begin(world, folder, port)
     lines = {}
