@@ -22,7 +22,7 @@ from auto3d.trainer.predictions import (
     Predictions,
     check_uniform,
     in_batches,
-    mean_loss,
+    losses_of_samples,
     one_or_tuple,
     predictions_of,
 )
@@ -93,6 +93,12 @@ def check_evaluation(
                 f"TrainingArguments.per_device_eval_batch_size: found {args.per_device_eval_batch_size}; "
                 f"{', '.join(terms.other)} of the loss may depend on which samples are in a batch, and {at_once} run "
                 f"at once, so it must be {at_once}"
+            )
+        if "loss" in args.include_for_metrics and args.per_device_eval_batch_size % at_once:
+            raise InputError(
+                f"TrainingArguments.per_device_eval_batch_size: found {args.per_device_eval_batch_size}; "
+                f"compute_metrics is to get the loss of each batch, and {at_once} samples run at once, so it must be a "
+                f"multiple of {at_once}"
             )
     names: Predictions = ()
     if not loss_only:
@@ -195,15 +201,9 @@ def metrics_of(
     ``first_item`` is that of CollatedData.
     """
     metrics: dict[str, Any] = {}
-    if compute is not None and result.predictions is not None and result.label_ids is not None:
-        batch = args.per_device_eval_batch_size if args.batch_eval_metrics else None
-        metrics = of_rank_0(
-            lambda: denumpify_detensorize(_computed(compute, result, batch)),
-            "to compute the metrics",
-            timeout_s=args.ddp_timeout,
-        )
+    losses = None
     if result.losses is not None:
-        metrics["loss"] = mean_loss(
+        losses = losses_of_samples(
             result.losses,
             result.targets,
             result.at_once,
@@ -211,15 +211,27 @@ def metrics_of(
             result.labels,
             shifted=shifts_labels(loss_type),
             first_item=first_item,
-            finite=args.logging_nan_inf_filter,
         )
+    if compute is not None and result.predictions is not None and result.label_ids is not None:
+        batch = args.per_device_eval_batch_size if args.batch_eval_metrics else None
+        given = losses.astype(np.float32) if losses is not None and "loss" in args.include_for_metrics else None
+        metrics = of_rank_0(
+            lambda: denumpify_detensorize(_computed(compute, result, batch, given)),
+            "to compute the metrics",
+            timeout_s=args.ddp_timeout,
+        )
+    if losses is not None:
+        counted = losses[np.isfinite(losses)] if args.logging_nan_inf_filter else losses
+        metrics["loss"] = float(counted.mean()) if len(counted) else float("nan")
     return {name if name.startswith(prefix) else prefix + name: value for name, value in metrics.items()}
 
 
-def _computed(compute: Callable[..., dict], result: Evaluated, batch: int | None) -> dict[str, Any]:
+def _computed(
+    compute: Callable[..., dict], result: Evaluated, batch: int | None, losses: np.ndarray | None
+) -> dict[str, Any]:
     """What ``compute`` makes of all samples; with ``batch``, of tensors of so many at a time, as in transformers."""
     if batch is None:
-        return compute(EvalPrediction(result.predictions, result.label_ids, inputs=result.inputs))
+        return compute(EvalPrediction(result.predictions, result.label_ids, inputs=result.inputs, losses=losses))
     metrics: dict[str, Any] = {}
     samples = len(tree_leaves(result.predictions)[0])
     for first in range(0, samples, batch):

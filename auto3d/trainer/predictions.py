@@ -56,7 +56,7 @@ def _named(name: str, value: Any) -> Any:
     return name
 
 
-def mean_loss(
+def losses_of_samples(
     losses: Sequence[float],
     targets: Sequence[float],
     at_once: int,
@@ -65,9 +65,8 @@ def mean_loss(
     *,
     shifted: bool,
     first_item: int | None,
-    finite: bool,
-) -> float:
-    """The loss that transformers reports: the mean over samples of the loss of each one's batch.
+) -> np.ndarray:
+    """The loss of each sample's batch, [samples], whose mean transformers reports.
 
     ``losses`` has the mean over the real ``targets`` of each ``at_once`` samples. The loss of a batch is their sum,
     divided by the number of these targets or, with ``first_item``, by that which transformers counts in ``labels``.
@@ -78,17 +77,15 @@ def mean_loss(
         if labels:
             check_uniform(labels[0], at_once, batch, shifted=shifted)
         batch = at_once
-    total, counted = 0.0, 0
+    found = np.empty(samples)
     for first in range(0, samples, batch):
         end = min(samples, first + batch)
         each = [(losses[start // at_once], targets[start // at_once]) for start in range(first, end, at_once)]
         weight = sum(count for _, count in each)
         if first_item is not None:
             weight = int(items_of({"labels": torch.from_numpy(labels[0][first:end])}, first_item))
-        mean = sum(loss * count for loss, count in each if count) / weight if weight else float("nan")
-        if np.isfinite(mean) or not finite:
-            total, counted = total + mean * (end - first), counted + end - first
-    return total / counted if counted else float("nan")
+        found[first:end] = sum(loss * count for loss, count in each if count) / weight if weight else float("nan")
+    return found
 
 
 def check_uniform(labels: np.ndarray, at_once: int, batch: int, *, shifted: bool) -> None:

@@ -117,7 +117,7 @@ ARGUMENTS: Mapping[str, Decision] = {
     "eval_do_concat_batches": Refused("predictions are one array for all samples", (True,)),
     "eval_use_gather_object": Refused("predictions are tensors"),
     "eval_accumulation_steps": WithoutEffect("predictions go to the host at once"),
-    "include_for_metrics": Honoured((None, [], ["inputs"]), "the losses of batches are not kept for compute_metrics"),
+    "include_for_metrics": Honoured(),
     "batch_eval_metrics": Honoured(),
     "save_only_model": Honoured(),
     "save_strategy": Honoured(),

@@ -622,7 +622,7 @@ class Trainer(transformers.Trainer):
             args,
             evaluation,
             preprocess=self.preprocess_logits_for_metrics,
-            main_input=self._main_input if args.include_for_metrics else None,
+            main_input=self._main_input if "inputs" in args.include_for_metrics else None,
         )
         self.callback_handler.eval_dataloader = dataloader
         for _ in range(-(-samples // args.per_device_eval_batch_size)):

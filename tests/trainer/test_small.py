@@ -356,20 +356,31 @@ def of_inputs(given):
     return {"inputs": given.inputs.sum(axis=1).tolist(), "predictions": given.predictions.shape}
 
 
+def of_losses(given):
+    assert given.losses.dtype == "float32"
+    return {"losses": given.losses.tolist()}
+
+
 def metrics_of_batches_and_inputs(world, folder, port, *classes):
     begin(world, folder, port, ours=not classes)
     options = {"classes": classes} if classes else {}
     options |= {"eval_dataset": small.with_labels(small.rows(10)), "per_device_eval_batch_size": 4}
-    return [
+    found = [
         small.trainer(**options, **further).evaluate()
         for further in (
             {"metrics": ByBatch(), "batch_eval_metrics": True},
             {"metrics": of_inputs, "include_for_metrics": ["inputs"]},
+            {"metrics": of_losses, "include_for_metrics": ["loss"]},
         )
     ]
+    if not classes:
+        options["per_device_eval_batch_size"] = 3
+        with pytest.raises(InputError, match=r"per_device_eval_batch_size: found 3; compute_metrics is to get the loss"):
+            small.trainer(**options, metrics=of_losses, include_for_metrics=["loss"]).evaluate()
+    return found
 
 
-def test_metrics_get_batches_or_inputs_as_in_transformers(processes, tmp_path):
+def test_metrics_get_batches_inputs_or_losses_as_in_transformers(processes, tmp_path):
     classes = (transformers.Trainer, transformers.TrainingArguments)
     (one,) = processes.run(1, metrics_of_batches_and_inputs, tmp_path, None, *classes)
     for found in processes.run(2, metrics_of_batches_and_inputs, tmp_path, free_port()):

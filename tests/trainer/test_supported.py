@@ -80,7 +80,6 @@ def test_the_defaults_are_accepted():
         {"train_sampling_strategy": "group_by_length"},
         {"optim": "galore_adamw"},
         {"torch_compile_mode": "max-autotune"},
-        {"include_for_metrics": ["loss"]},
         {"ignore_data_skip": True},
     ],
     ids=lambda values: next(iter(values)),
