@@ -85,10 +85,13 @@ def evaluate(
 
 def prepare_evaluation(
     training: Training, *, outputs: Sequence[str] = (), loss: bool = True, at_once: int | None = None
-) -> None:
-    """Make what ``evaluate`` with these arguments needs of the model, and raise its errors, without data."""
+) -> set[str]:
+    """Make what ``evaluate`` with these arguments needs of the model, and raise its errors, without data.
+
+    Returns the names of the inputs that some stage reads.
+    """
     with _random_states_kept(training.rank.device):
-        _evaluation(training.rank, outputs, loss=loss, at_once=at_once)
+        return _evaluation(training.rank, outputs, loss=loss, at_once=at_once).inputs
 
 
 def _evaluation(rank: Rank, outputs: Sequence[str], *, loss: bool, at_once: int | None) -> "_Evaluation":
@@ -188,6 +191,10 @@ class _Evaluation:
             )
             for pipe_stage, stage in layout.stages.items()
         }
+
+    @property
+    def inputs(self) -> set[str]:
+        return {name for stage in self._layout.model_stages for name in stage.inputs}
 
     def run(self, data: TrainingData, samples: int, returned: Sequence[str]) -> EvaluationResult:
         global_batch = self._layout.plan.global_batch

@@ -104,7 +104,11 @@ def check_evaluation(
     if not loss_only:
         names = predictions_of(pipeline.build, pipeline.inputs, ignored, device=args.device.type)
     for size in (None, last) if last else (None,):
-        prepare_evaluation(pipeline.training, outputs=tree_leaves(names), loss=has_labels, at_once=size)
+        needed = prepare_evaluation(pipeline.training, outputs=tree_leaves(names), loss=has_labels, at_once=size)
+        if missing := sorted(needed - data.shapes.keys()):
+            raise InputError(
+                f"Trainer: the samples have no {' and '.join(missing)}, on which what the model computes depends"
+            )
     return Evaluation(samples=samples, predictions=names, has_labels=has_labels, at_once=at_once, last=last)
 
 

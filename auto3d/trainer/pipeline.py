@@ -63,7 +63,7 @@ class Pipeline:
         self._own_loss: ComputeLoss | None = None
         self._weights = state_of(model)
         self.batch = batch_of(setup(), args)
-        self.training = None
+        self.training, self.inputs = None, {}
         self._is_gathered = True  # whether the model has the pipeline's weights, or what the script made of them
         self._traits: dict[str, object] = {}  # those of the model in ``_planned``
         self._reads: Reads | None = None  # values beside the model that the code of ``_planned`` reads
@@ -141,12 +141,12 @@ class Pipeline:
         evaluates = earlier is not None and earlier.rank.executor.evaluates
         del earlier
         gc.collect()  # the stages of an earlier training
-        self.inputs = data.shapes
+        captured_for, self.inputs = self.inputs, data.shapes
         self._weights, self._is_gathered = state_of(self._model), checkpoints is None
         if self._weights is not None:
             unify = make_alike if self._planned is None else check_alike
             unify(self._weights, timeout_s=self._args.ddp_timeout)
-        if self._planned is None or self.is_outdated:
+        if self._planned is None or self.is_outdated or captured_for != self.inputs:
             self.build = with_loss(build_of(self._model), self._own_loss, gets_items=gets_items)
             self._traits = dict(traits_of(self._model))
             self._values_read = {} if self._reads is None else self._reads.now()

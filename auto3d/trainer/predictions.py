@@ -1,6 +1,7 @@
 """Evaluation in the pipeline as transformers reports it: losses by batch, predictions, labels."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,31 @@ def predictions_of(
             " a tuple whose first entry is the loss, or evaluate without compute_metrics"
         )
     return tuple(_named(name, value) for name, value in entries.items() if name not in ("loss", *ignored))
+
+
+def stand_in_labels(
+    build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], names: Sequence[str], *, device: str
+) -> dict[str, InputSpec]:
+    """Labels with which the model has a loss, as its capture needs, for samples without labels.
+
+    They may be of another kind than the model's own, and only what does not depend on them may be computed. None stand
+    in where the model has a loss without labels, or with no kind that is tried.
+    """
+    if len(names) != 1:
+        return {}
+    model = empty_model(build, device)
+    model.module.eval()
+    classes = getattr(getattr(model.module, "config", None), "num_labels", 1)
+    of_places = [spec.shape for spec in inputs.values() if spec.dtype == torch.int64 and spec.shape]
+    integers = (InputSpec(shape=shape, dtype=torch.int64) for shape in (*dict.fromkeys(of_places), ()))
+    numbers = (InputSpec(shape=shape, dtype=torch.float32) for shape in ((classes,), ()))
+    for labels in ({}, *({names[0]: spec} for spec in (*integers, *numbers))):
+        with suppress(Exception):
+            result = run_without_values(model, {**inputs, **labels})
+            loss = result.get("loss") if isinstance(result, Mapping) else result[0]
+            if loss is not None and not loss.dim() and loss.is_floating_point():
+                return labels
+    return {}
 
 
 def _named(name: str, value: Any) -> Any:

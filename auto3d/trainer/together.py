@@ -32,7 +32,9 @@ class Together:
     def call(self, what: str, timeout_s: float) -> None:
         """Wait until all ranks call ``what``. Raises InputError if another one calls something else, or cannot come."""
         if not dist.is_initialized():
-            raise InputError(f"{what}: it comes after Trainer.end(), which has closed the connections between the ranks")
+            raise InputError(
+                f"{what}: it comes after Trainer.end(), which has closed the connections between the ranks"
+            )
         size, rank = dist.get_world_size(), dist.get_rank()
         if size == 1:
             return

@@ -47,6 +47,7 @@ from auto3d.trainer.optimizer import KEPT, StateOnRanks, numbers_of
 from auto3d.trainer.own_loss import SMOOTHING, ComputeLoss
 from auto3d.trainer.padding import padding_of
 from auto3d.trainer.pipeline import Pipeline
+from auto3d.trainer.predictions import stand_in_labels
 from auto3d.trainer.rank_zero import of_rank_0
 from auto3d.trainer.rates import check_rates, check_saved, follows_metric, load_rates, write_rates
 from auto3d.trainer.samples import CollatedData, InOrder, TrainOrder, samples_of
@@ -123,6 +124,7 @@ class Trainer(transformers.Trainer):
         self._between_steps = False
         self._first_item: int | None = None  # see CollatedData
         self._has_told_of_values = False  # see _follow_values
+        self._stands_in = False  # whether the pipeline was made for labels that stand in, since samples had none
         self._iterations: Iterator[tuple[int, IterationResult]] = iter(())
         self._made_of: tuple[Any, dict[str, Any]] = None, {}  # an optimizer of transformers, and arguments for it
         super().__init__(
@@ -559,6 +561,17 @@ class Trainer(transformers.Trainer):
         """This rank of a pipeline with the weights of the model; if it ``goes_on``, after the steps so far."""
         self._iterations = iter(())
         with self._tracing():
+            labels = {} if data.shapes.keys() & {*data.label_names} else self._stand_in_labels(data)
+            self._stands_in, data = bool(labels), replace(data, shapes={**data.shapes, **labels})
+            if self._stands_in:
+                return self._pipeline.start(
+                    data,
+                    iterations,
+                    optimizer=self._pipeline.learnt_by,
+                    loss_mean="micro-batches",
+                    gets_items=False,
+                    checkpoints=checkpoints,
+                )
             takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
             gives_items = takes_items and "labels" in data.shapes and not self.args.loss_mean
             loss_mean = self.args.loss_mean or loss_mean_of(
@@ -578,6 +591,12 @@ class Trainer(transformers.Trainer):
                 checkpoints=checkpoints,
                 goes_on=goes_on,
             )
+
+    def _stand_in_labels(self, data: CollatedData) -> dict[str, InputSpec]:
+        """Labels for the capture, where the script only predicts and samples have none."""
+        if self.is_in_train:
+            return {}
+        return stand_in_labels(self._pipeline.build, data.shapes, data.label_names, device=self.args.device.type)
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -604,7 +623,8 @@ class Trainer(transformers.Trainer):
         args, samples = self.args, samples_of(dataloader.batch_sampler)
         check_attributes(self, self._made_with)
         data = self._evaluation_data(dataloader)
-        if self._pipeline.training is None or (not self.is_in_train and self._pipeline.is_outdated):
+        lacks_labels = self._stands_in and data.shapes.keys() & {*data.label_names}
+        if self._pipeline.training is None or (not self.is_in_train and (self._pipeline.is_outdated or lacks_labels)):
             self._start(data, 1, None)
         elif self.is_in_train:
             self._follow_values()

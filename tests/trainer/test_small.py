@@ -258,8 +258,19 @@ def predictions(world, folder, port, *classes, names=tuple(small.PREDICTING)):
         for preprocess in (small.first_of, None):
             trainer = small.predicting(name, preprocess, **options)
             found[name, preprocess is not None] = tree_flatten(trainer.predict(data).predictions)
-        if name == "a tuple":  # the others' forwards need labels, or ids of a decoder
-            found["unlabelled"] = tree_flatten(trainer.predict(unlabelled).predictions)
+        if "encoder" not in name:  # which needs labels, or ids of its decoder
+            found[name, "then unlabelled"] = tree_flatten(trainer.predict(unlabelled).predictions)
+            fresh = small.predicting(name, None, **options)
+            found[name, "unlabelled"] = tree_flatten(fresh.predict(unlabelled).predictions)
+            found[name, "then labelled"] = tree_flatten(fresh.predict(data).predictions)
+            found[name, "evaluated"] = [fresh.evaluate(data)["eval_loss"]], None
+            if name == "a tuple":  # the other drops values
+                found[name, "trained"] = losses(fresh), None
+        elif not classes:
+            with pytest.raises(
+                InputError, match="the samples have no labels, on which what the model computes depends"
+            ):
+                trainer.predict(unlabelled)
     return found
 
 
@@ -375,7 +386,9 @@ def metrics_of_batches_and_inputs(world, folder, port, *classes):
     ]
     if not classes:
         options["per_device_eval_batch_size"] = 3
-        with pytest.raises(InputError, match=r"per_device_eval_batch_size: found 3; compute_metrics is to get the loss"):
+        with pytest.raises(
+            InputError, match=r"per_device_eval_batch_size: found 3; compute_metrics is to get the loss"
+        ):
             small.trainer(**options, metrics=of_losses, include_for_metrics=["loss"]).evaluate()
     return found
 
