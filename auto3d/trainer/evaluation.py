@@ -107,7 +107,8 @@ def check_evaluation(
         needed = prepare_evaluation(pipeline.training, outputs=tree_leaves(names), loss=has_labels, at_once=size)
         if missing := sorted(needed - data.shapes.keys()):
             raise InputError(
-                f"Trainer: the samples have no {' and '.join(missing)}, on which what the model computes depends"
+                f"Trainer: the samples have no {' and '.join(missing)}, and what the model is to compute depends on "
+                "that"
             )
     return Evaluation(samples=samples, predictions=names, has_labels=has_labels, at_once=at_once, last=last)
 

@@ -33,7 +33,7 @@ class Together:
         """Wait until all ranks call ``what``. Raises InputError if another one calls something else, or cannot come."""
         if not dist.is_initialized():
             raise InputError(
-                f"{what}: it comes after Trainer.end(), which has closed the connections between the ranks"
+                f"{what}: the connections between the ranks are closed, as Trainer.end() does; call it before that"
             )
         size, rank = dist.get_world_size(), dist.get_rank()
         if size == 1:

@@ -178,13 +178,16 @@ class Trainer(transformers.Trainer):
         self._pipeline.check_batch()
         TOGETHER.call("Trainer.train", self.args.ddp_timeout)
         self.is_in_train = True
-        with naming_this_rank():
-            self._find_callbacks_of_ranks()
-            result: TrainOutput = self._inner_training_loop(
-                args=self.args,
-                resume_from_checkpoint=self._folder_to_resume(resume_from_checkpoint),
-                ignore_keys_for_eval=ignore_keys_for_eval,
-            )
+        try:
+            with naming_this_rank():
+                self._find_callbacks_of_ranks()
+                result: TrainOutput = self._inner_training_loop(
+                    args=self.args,
+                    resume_from_checkpoint=self._folder_to_resume(resume_from_checkpoint),
+                    ignore_keys_for_eval=ignore_keys_for_eval,
+                )
+        finally:
+            self.is_in_train = False  # also after Ctrl-C, after which the script may evaluate, save or end
         return result
 
     def _folder_to_resume(self, given: str | bool | None) -> str | None:

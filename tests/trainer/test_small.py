@@ -268,7 +268,7 @@ def predictions(world, folder, port, *classes, names=tuple(small.PREDICTING)):
                 found[name, "trained"] = losses(fresh), None
         elif not classes:
             with pytest.raises(
-                InputError, match="the samples have no labels, on which what the model computes depends"
+                InputError, match="the samples have no labels, and what the model is to compute depends on that"
             ):
                 trainer.predict(unlabelled)
     return found
@@ -589,7 +589,9 @@ def ended(world, folder, port):
 def test_the_end_is_refused_in_mid_training_and_closes_the_connections_after_it(processes, tmp_path):
     for early, late in processes.run(2, ended, tmp_path, free_port()):
         assert early.startswith("Trainer.end: refused while it trains")
-        assert late.startswith("Trainer.save_model: it comes after Trainer.end(), which has closed the connections")
+        assert late.startswith(
+            "Trainer.save_model: the connections between the ranks are closed, as Trainer.end() does"
+        )
 
 
 def lines_of_faults(world, folder, port, names):
