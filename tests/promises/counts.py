@@ -25,5 +25,5 @@ def check(subject: str, found: dict[str, int]) -> None:
 
 def counted(command: str, folder: Path, cache: Path) -> tuple[dict[str, int], str]:
     """The counts of `auto3d COMMAND` in ``folder``, and what it prints."""
-    printed = run(f"{sys.executable} {COUNTED} {folder}/counts.json {command}", folder, cache=cache)
+    printed = run(f"{sys.executable} '{COUNTED}' '{folder}/counts.json' {command}", folder, cache=cache)
     return json.loads((folder / "counts.json").read_text()), printed

@@ -91,7 +91,7 @@ INSTEAD = {  # command -> a smaller one of the same kind
     "auto3d yardstick --set h100-llama --predictor textbook": "auto3d yardstick --set zero-bubble --predictor textbook",
     'auto3d yardstick --predictor auto3d-simulated --program "python examples/yardstick_predictor.py"': (
         "auto3d yardstick --set megatron-sc21 --predictor textbook "
-        f'--program "python {ROOT}/examples/yardstick_predictor.py"'
+        f"--program \"python '{ROOT}/examples/yardstick_predictor.py'\""
     ),
     "auto3d yardstick --out results/published": (
         "auto3d yardstick --set megatron-sc21 --predictor textbook --out results/published"
