@@ -12,7 +12,7 @@ from xdist.scheduler import LoadScopeScheduling
 SLURM = "tests/slurm"
 PROMISES = "tests/promises"
 WHEEL = f"{PROMISES}/test_wheel.py"  # a test in this file uses the cluster
-COMPILING = ("tests/synthesis", "tests/search/test_synthesized.py")  # what one of these compiles, the others then have
+COMPILING = ("tests/synthesis", "tests/search/test_synthesized.py")  # tests of the same compiled code
 ON_THEIR_OWN = (  # files whose tests share nothing
     *(f"{PROMISES}/test_{name}.py" for name in ("recipes", "papers", "commands")),
     "tests/trainer/test_small.py",

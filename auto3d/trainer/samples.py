@@ -147,6 +147,11 @@ class CollatedData:
         """Whether labels may be IGNORED; those of a regression may not."""
         return any(not self.shapes[name].dtype.is_floating_point for name in self.label_names if name in self.shapes)
 
+    @property
+    def lacks_labels(self) -> bool:
+        """Whether its samples have no labels at all."""
+        return self.shapes.keys().isdisjoint(self.label_names)
+
     def check_fill(self, missing: int, terms: LossTerms | None = None, trained: Graph | None = None) -> None:
         """Raise InputError if a batch that lacks ``missing`` samples cannot be filled with ones that do not count.
 

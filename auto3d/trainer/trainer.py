@@ -564,11 +564,15 @@ class Trainer(transformers.Trainer):
         """This rank of a pipeline with the weights of the model; if it ``goes_on``, after the steps so far."""
         self._iterations = iter(())
         with self._tracing():
-            labels = {} if data.shapes.keys() & {*data.label_names} else self._stand_in_labels(data)
-            self._stands_in, data = bool(labels), replace(data, shapes={**data.shapes, **labels})
+            labels: dict[str, InputSpec] = {}
+            if data.lacks_labels and not self.is_in_train:  # the script only predicts
+                labels = stand_in_labels(
+                    self._pipeline.build, data.shapes, data.label_names, device=self.args.device.type
+                )
+            self._stands_in = bool(labels)
             if self._stands_in:
                 return self._pipeline.start(
-                    data,
+                    replace(data, shapes={**data.shapes, **labels}),
                     iterations,
                     optimizer=self._pipeline.learnt_by,
                     loss_mean="micro-batches",
@@ -595,12 +599,6 @@ class Trainer(transformers.Trainer):
                 goes_on=goes_on,
             )
 
-    def _stand_in_labels(self, data: CollatedData) -> dict[str, InputSpec]:
-        """Labels for the capture, where the script only predicts and samples have none."""
-        if self.is_in_train:
-            return {}
-        return stand_in_labels(self._pipeline.build, data.shapes, data.label_names, device=self.args.device.type)
-
     @contextmanager
     def _tracing(self) -> Iterator[None]:
         """Inside, code of the stages is traced. Raises InputError for what it would do in one process only."""
@@ -626,8 +624,8 @@ class Trainer(transformers.Trainer):
         args, samples = self.args, samples_of(dataloader.batch_sampler)
         check_attributes(self, self._made_with)
         data = self._evaluation_data(dataloader)
-        lacks_labels = self._stands_in and data.shapes.keys() & {*data.label_names}
-        if self._pipeline.training is None or (not self.is_in_train and (self._pipeline.is_outdated or lacks_labels)):
+        needs_labels = self._stands_in and not data.lacks_labels
+        if self._pipeline.training is None or (not self.is_in_train and (self._pipeline.is_outdated or needs_labels)):
             self._start(data, 1, None)
         elif self.is_in_train:
             self._follow_values()

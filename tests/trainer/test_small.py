@@ -258,7 +258,7 @@ def predictions(world, folder, port, *classes, names=tuple(small.PREDICTING)):
         for preprocess in (small.first_of, None):
             trainer = small.predicting(name, preprocess, **options)
             found[name, preprocess is not None] = tree_flatten(trainer.predict(data).predictions)
-        if "encoder" not in name:  # which needs labels, or ids of its decoder
+        if "encoder" not in name:  # an encoder-decoder needs labels, or ids of its decoder
             found[name, "then unlabelled"] = tree_flatten(trainer.predict(unlabelled).predictions)
             fresh = small.predicting(name, None, **options)
             found[name, "unlabelled"] = tree_flatten(fresh.predict(unlabelled).predictions)
