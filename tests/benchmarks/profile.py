@@ -23,23 +23,24 @@ from auto3d.runtime.measurement import Environment, Measurement, Status
 from launch.model.costs import subject_of
 from launch.recipe.load import LoadedRecipe, load
 from launch.recipe.settings import cluster, training
+from launch.report.release import Target
+from tests.targets import end
 
 RECIPES = ("tiny", "small")
 OF_BEST = 1.05  # limit of the time of tune's plan over that of the best plan
 HEADS = ["dp", "pp", "micro-\nbatch", "schedule", "predicted\n(s)", "measured\n(s)", "error", "tried\nby tune"]
 
 
-def main() -> int:
-    problems = []
+def main() -> None:
+    targets = []
     for name in sys.argv[1:] or RECIPES:
         with tempfile.TemporaryDirectory() as folder:
-            problems += compare(load(name), Path(folder))
-    print("\n".join(problems) or "every plan that tune chose is among the best")
-    return 1 if problems else 0
+            targets.append(compare(load(name), Path(folder)))
+    end(targets)
 
 
-def compare(recipe: LoadedRecipe, folder: Path) -> list[str]:
-    """Print the table of one recipe; returns the targets that it misses."""
+def compare(recipe: LoadedRecipe, folder: Path) -> Target:
+    """Print the table of one recipe; returns how the plan that tune chose compares with the best."""
 
     def auto3d(*arguments: str) -> str:
         command = [sys.executable, "-m", "launch.main", *arguments]
@@ -72,11 +73,8 @@ def compare(recipe: LoadedRecipe, folder: Path) -> list[str]:
         f"{here.cores} cores, load average {os.getloadavg()[1]:.1f}, torch {here.torch}.\n",
         flush=True,
     )
-    return (
-        []
-        if tuned_s / min(times) <= OF_BEST
-        else [f"{recipe.name}: tune's plan takes {tuned_s / min(times):.3f} times as long as the best"]
-    )
+    what = f"{recipe.name}, tune's plan in times of the best"
+    return Target(what=what, found=tuned_s / min(times), wish=OF_BEST, unit=" ×")
 
 
 def times_of(trials: Path) -> dict[str, float]:
@@ -108,4 +106,4 @@ def row(record: dict[str, Any], model: CostModel, seconds: dict[str, float], tri
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -34,6 +34,8 @@ from auto3d.capture.model import capture
 from auto3d.partition.cost import PartitionCosts, analytic
 from auto3d.partition.methods.rannc import BLOCKS, StageSearch, atomic_subcomponents, find_units, form_blocks
 from auto3d.partition.methods.rannc.operation_profile import OperationProfiles
+from launch.report.release import Target
+from tests.targets import end
 
 NODES, DEVICES_PER_NODE = 4, 8
 DEVICE = {"flops_per_s": 15.7e12, "memory_bandwidth": 900e9, "bandwidth": 25e9, "memory_bytes": 32e9}
@@ -148,6 +150,9 @@ def measure(build: Callable[[], nn.Module], inputs: dict[str, InputSpec], global
 def main() -> None:
     rows = [[name, *measure(*case)] for name, case in CASES.items()]
     print(tabulate(rows, HEADS, floatfmt=".2f"))
+    phases = [HEADS.index(name) for name in ("atomic s", "block s", "stage s")]
+    seconds = {row[0]: sum(row[phase] for phase in phases) for row in rows}
+    end([Target(what=f"{name}, RaNNC's phases", found=found, wish=3, unit=" s") for name, found in seconds.items()])
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.world import World, join, leave
 from launch.peers.rank import PeerRank
 from launch.peers.torch_pipelining import build as build_torch_pipelining
+from launch.report.release import Target
 from launch.run.ranks import Report, run_ranks
+from tests.targets import end
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 8, 256, 4, 128, 1024
 MICRO_BATCH_SIZE, MICRO_BATCHES = 2, 8
@@ -273,20 +275,26 @@ def in_mib(sizes: list[int]) -> str:
 def main() -> None:
     torch.set_num_threads(1)
     captured = capture(gpt2, TOKENS.input_specs(), MICRO_BATCH_SIZE)
-    rows = []
+    rows, targets = [], []
     for schedule, ranks in CASES:
         systems = {name: partial(system, captured, schedule=schedule) for name, system in SYSTEMS.items()}
         found = times(systems, ranks)
         torch.testing.assert_close(*(torch.tensor(one.losses) for one in found.values()), rtol=1e-4, atol=1e-5)
         peaks = {
-            (name, fragments): in_mib(on_ranks(ranks, partial(peak_bytes, system, fragments)))
+            (name, fragments): on_ranks(ranks, partial(peak_bytes, system, fragments))
             for (name, system), fragments in product(systems.items(), (False, True))
         }
+        more = max(a - b for a, b in zip(peaks["ours", False], peaks["torch", False], strict=True)) / 2**20
+        case = f"{schedule} on {ranks} ranks"
+        targets.append(Target(what=f"{case}, a rank's peak beyond torch's", found=more, wish=1, unit=" MiB"))
         samples = MICRO_BATCHES * MICRO_BATCH_SIZE
         for name, one in found.items():
             ratio = median(
                 theirs_s / ours_s for ours_s, theirs_s in zip(one.seconds, found["torch"].seconds, strict=True)
             )
+            if name == "ours":
+                what = f"{case}, throughput over torch's"
+                targets.append(Target(what=what, found=ratio, wish=1, held=0.95, unit=" ×", least=True))
             rows.append(
                 (
                     schedule,
@@ -296,8 +304,8 @@ def main() -> None:
                     f"{samples / max(one.seconds):.1f} to {samples / min(one.seconds):.1f}",
                     f"{ratio:.3f}",
                     f"{median(one.processor_s):.3f}",
-                    peaks[name, False],
-                    peaks[name, True],
+                    in_mib(peaks[name, False]),
+                    in_mib(peaks[name, True]),
                 )
             )
             print("  ", *rows[-1], file=sys.stderr, flush=True)
@@ -315,6 +323,10 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end; torch {torch.__version__}.\n")
     print(f"The executor's own time: {1e6 * executor_s / operations:.0f} µs of processor time per operation, with its")
     print(f"messages and the little that empty stages compute (1F1B, 2 ranks, {EMPTY_MICRO_BATCHES} micro-batches).")
+    own_us = 1e6 * executor_s / operations
+    end(
+        [*targets, Target(what="the executor's own time of an operation", found=own_us, wish=200, held=400, unit=" µs")]
+    )
 
 
 if __name__ == "__main__":

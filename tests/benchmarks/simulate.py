@@ -1,9 +1,6 @@
 """Speed and memory of the simulator, and the time to load an order: python -m tests.benchmarks.simulate
 
-Measured on one core of an AMD EPYC virtual machine, Python 3.11.7, 1F1B of 32 devices and 8000 micro-batches, in
-processor time, medians of 7 (slowest to fastest): 661 thousand operations per second (631 to 726) without messages, 595
-(577 to 617) with messages and syncs, 510 (502 to 525) where messages occupy both ends; the dependencies are included.
-A timeline takes 220 bytes per operation at any size.
+1F1B of 32 devices and 8,000 micro-batches, its dependencies included, in processor time.
 """
 
 import time
@@ -17,6 +14,8 @@ from auto3d.simulate.costs import uniform
 from auto3d.simulate.critical_path import critical_path
 from auto3d.simulate.idle import bubble_ratio
 from auto3d.simulate.simulate import simulate
+from launch.report.release import Target
+from tests.targets import end
 
 REPETITIONS = 7
 CASES = {
@@ -40,12 +39,17 @@ def main() -> None:
     schedule = build_schedule("1f1b", devices=32, micro_batches=8000)
     operations = sum(map(len, schedule.operations))
     print(f"1f1b, 32 devices, 8000 micro-batches: {operations} operations; simulate(), dependencies included")
+    targets = []
     for name, times in CASES.items():
         costs = uniform(schedule, **times)
         found = seconds(lambda costs=costs: simulate(schedule, costs))
         print(
             f"  {name}: {operations / median(found):,.0f} operations/s "
             f"(median of {REPETITIONS}; {operations / max(found):,.0f} to {operations / min(found):,.0f})"
+        )
+        speed = operations / median(found) / 1e6
+        targets.append(
+            Target(what=f"simulated, {name}", found=speed, wish=0.8, unit=" million operations/s", least=True)
         )
     timeline = simulate(schedule, uniform(schedule))
     for figure in (bubble_ratio, critical_path):
@@ -63,6 +67,8 @@ def main() -> None:
         tracemalloc.stop()
         count = len(timeline.operations)
         print(f"  {count} operations: {held / count:.0f} bytes per operation, {peak / count:.0f} at the peak")
+    targets.append(Target(what="memory of a timeline", found=held / count, wish=240, unit=" bytes per operation"))
+    end(targets)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,12 @@ from time import perf_counter, sleep
 
 from tabulate import tabulate
 
+from launch.report.release import Target
 from tests.slurm.conftest import SlurmCluster, found_cluster, why_no_cluster
+from tests.targets import end, nothing_measured
 
 LIMIT_S = 900  # time limit of one command
+SUBMIT = "submit; the model is captured at two sizes"
 COMMANDS = ("sinfo", "scontrol", "sbatch", "squeue", "sacct", "scancel")
 RECIPE = """
 model:
@@ -105,6 +108,8 @@ class Commands:
         changes = {"PATH": f"{programs}:{os.environ['PATH']}", "AUTO3D_CACHE": str(folder / "cache")}
         self._environment = cluster.environment | changes
         self.rows: list[list[str]] = []
+        self.seconds: dict[str, float] = {}  # by the names of rows
+        self.peak_mib: dict[str, float] = {}  # of the command itself
 
     def run(self, what: str, *arguments: str) -> str:
         """Run a command and add the row ``what``; returns the output of the command."""
@@ -126,6 +131,7 @@ class Commands:
             used.ru_maxrss,
         ]  # in KiB: of the command itself, and of its children
         figures = [f"{seconds:.1f}", f"{used.ru_utime + used.ru_stime:.1f}", *(f"{peak / 1024:.0f}" for peak in peaks)]
+        self.seconds[what], self.peak_mib[what] = seconds, peaks[0] / 1024
         self.rows.append([what, *figures, self._calls()])
         print(*self.rows[-1], flush=True)
         return printed
@@ -143,14 +149,14 @@ class Commands:
         return ", ".join(descriptions)
 
 
-def measure(cluster: SlurmCluster, folder: Path) -> list[list[str]]:
+def measure(cluster: SlurmCluster, folder: Path) -> Commands:
     (folder / "many.yaml").write_text(RECIPE)
     (folder / "work.sh").write_text(WORK)
     commands = Commands(cluster, folder)
     recipe = "many.yaml"
     later = "launch.additional_parameters.begin=now+1hour"
     try:
-        commands.run("submit; the model is captured at two sizes", "sweep", recipe, later, "--detach")
+        commands.run(SUBMIT, "sweep", recipe, later, "--detach")
         assert "500 pending" in commands.run("status of 500 that wait", "status", recipe)
         commands.run("cancel 500", "cancel", recipe)
         assert "500 cancelled" in commands.run("status of 500 that were cancelled", "status", recipe)
@@ -159,7 +165,7 @@ def measure(cluster: SlurmCluster, folder: Path) -> list[list[str]]:
         assert "500 ok" in commands.run("status of 500 that ended", "status", recipe)
     finally:
         cluster.run(sys.executable, "-m", "launch.main", "cancel", recipe, cwd=folder)
-    return commands.rows
+    return commands
 
 
 def first_job_s(cluster: SlurmCluster, folder: Path, cache: Path) -> float:
@@ -186,12 +192,11 @@ def first_job_s(cluster: SlurmCluster, folder: Path, cache: Path) -> float:
 
 def main() -> None:
     if reason := why_no_cluster():
-        print(f"nothing was measured: {reason}")
-        return
+        nothing_measured(reason)
     with TemporaryDirectory() as folder:
         cluster, here = found_cluster(), Path(folder)
         cold, warm = (first_job_s(cluster, here / name, here / "captures") for name in ("cold", "warm"))
-        rows = measure(cluster, here)
+        commands = measure(cluster, here)
     heads = [
         "command",
         "s",
@@ -200,9 +205,19 @@ def main() -> None:
         "largest process",
         "calls of SLURM's commands (mean s of one)",
     ]
-    print(tabulate(rows, heads, tablefmt="github", disable_numparse=True))
+    print(tabulate(commands.rows, heads, tablefmt="github", disable_numparse=True))
     print(f"\nfirst job of gpt20b, cut: after {cold:.1f} s, and {warm:.1f} s with what was captured before")
     print(f"{len(os.sched_getaffinity(0))} cores, load average {os.getloadavg()[1]:.1f}")
+    status = max(seconds for what, seconds in commands.seconds.items() if what.startswith("status"))
+    end(
+        [
+            Target(what="submission of 500 trials", found=commands.seconds[SUBMIT], wish=60, unit=" s"),
+            Target(what="its driver's memory", found=commands.peak_mib[SUBMIT], wish=200, unit=" MiB"),
+            Target(what="status of 500 trials", found=status, wish=2, unit=" s"),
+            Target(what="first job of gpt20b, cut", found=cold, wish=30, unit=" s"),
+            Target(what="first job of gpt20b, cut, captured before", found=warm, wish=5, unit=" s"),
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -40,12 +40,15 @@ from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.world import World
+from launch.report.release import Target
 from tests.benchmarks.runtime import ADAMW, SEED, SETTINGS, TOKENS, Iteration, in_mib, on_ranks, peak_bytes, times
+from tests.targets import end
 
 LAYERS, HIDDEN, HEADS, FEED_FORWARD, SEQUENCE, VOCABULARY = 2, 1024, 16, 2816, 128, 2048
 MICRO_BATCH_SIZE, MICRO_BATCHES = 4, 4  # the global batch is their product
 RANKS = 2
 REPETITIONS = 15
+LEAST = {"dp 2": 0.9, "torch, tp 2": 1.0}  # throughput of tp 2 over that of another plan
 DATA = replace(TOKENS, sequence_length=SEQUENCE, vocabulary_size=VOCABULARY)
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
@@ -169,10 +172,13 @@ def main() -> None:
     found = times(systems, RANKS, repetitions)
     for name, one in found.items():
         torch.testing.assert_close(one.losses, found["dp 2"].losses, rtol=1e-4, atol=1e-5, msg=name)
-    rows = []
+    rows, targets = [], []
     for name, one in found.items():
         ratios = [a / b for a, b in zip(one.seconds, found["tp 2"].seconds, strict=True)]
         samples = MICRO_BATCHES * MICRO_BATCH_SIZE
+        if name in LEAST:
+            what = f"throughput of tp 2 over {name}"
+            targets.append(Target(what=what, found=median(ratios), wish=LEAST[name], unit=" ×", least=True))
         rows.append(
             (
                 name,
@@ -194,6 +200,7 @@ def main() -> None:
     print(f"{milliseconds:.0f} ms, {share:.0%} of it matrix products. Medians of {repetitions} repetitions in turn; a")
     print(f"ratio is the median of those of the repetitions. {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at")
     print(f"the end; torch {torch.__version__}.")
+    end(targets)
 
 
 if __name__ == "__main__":

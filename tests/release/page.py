@@ -11,6 +11,7 @@ from tests.release.records import changed_since, records_of
 
 FILE = Path("results/README.md")
 MISSED: dict[str, str] = yaml.safe_load(Path(__file__).with_name("missed.yaml").read_text()) or {}
+FIGURES = ("part", "figure", "found", "target", "met")
 HEADINGS = ("part", "commit", "date", "command", "seconds", "result", "targets met", "state")
 TEXT = """# Results
 
@@ -23,6 +24,12 @@ after that commit.
 ## Targets that are missed
 
 {missed}
+
+## Figures
+
+Of the newest run of each part.
+
+{figures}
 
 ## Machines
 
@@ -51,13 +58,14 @@ def unexplained(record: Record) -> list[Target]:
     return [figure for figure in record.figures if figure.missed and figure.what not in MISSED]
 
 
-def _compared(figure: Target) -> str:
+def _cells(figure: Target) -> tuple[str, str, str]:
+    """Its name, what was found, and the target."""
     sign = "≥" if figure.least else "≤"
-    return f"{figure.what}: {figure.found:,.4g}{figure.unit} ({sign} {figure.wish:,.4g}{figure.unit})"
+    return figure.what, f"{figure.found:,.4g}{figure.unit}", f"{sign} {figure.wish:,.4g}{figure.unit}"
 
 
 def page() -> str:
-    rows, missed, machines = [], [], {}
+    rows, figures, missed, machines = [], [], [], {}
     for part in PARTS:
         records = records_of(part)
         if not records:
@@ -70,9 +78,13 @@ def page() -> str:
         targets = f"{len(last.figures) - len(short)} of {len(last.figures)}" if last.figures else "–"
         run = last.commit, last.date, f"`{last.command}`", f"{last.seconds:.0f}", last.summary
         rows.append((part.name, *run, targets, state))
-        missed += [f"- {part.name}: {_compared(one)}. {MISSED.get(one.what, '**no reason given**')}" for one in short]
+        figures += [(part.name, *_cells(one), "no" if one.missed else "yes") for one in last.figures]
+        for one in short:
+            what, found, target = _cells(one)
+            missed.append(f"- {part.name}: {what}: {found} ({target}). {MISSED.get(what, '**no reason given**')}")
     return TEXT.format(
         table=tabulate(rows, HEADINGS, tablefmt="github", disable_numparse=True),
         missed="\n".join(missed) or "None.",
+        figures=tabulate(figures, FIGURES, tablefmt="github", disable_numparse=True),
         machines="\n".join(f"- {machine}: {', '.join(names)}" for machine, names in machines.items()) or "None.",
     )
