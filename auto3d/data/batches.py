@@ -1,6 +1,7 @@
 """The inputs of a rank's micro-batches, made from the samples of a source."""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from auto3d.data.fingerprint import fingerprints
 from auto3d.data.interface import IGNORED, Reading, Source
 from auto3d.data.opening import open_source
 from auto3d.data.order import Order
+from auto3d.data.sources.own import OwnDataset
 
 if TYPE_CHECKING:
     from auto3d.data.settings import DataSettings
@@ -54,14 +56,19 @@ class Batches:
         reads = self._settings.reads(names)
         samples, compared = [], []
         for number in range(first, first + self._samples):
-            inputs, tokens = self._sample(number, names)
-            samples.append(inputs)
-            if reads:
-                compared.append(self._compared(number, tokens))
+            with self._drawing(number) if reads else nullcontext():
+                inputs, tokens = self._sample(number, names)
+                samples.append(inputs)
+                if reads:
+                    compared.append(self._compared(number, tokens))
         return Reading(
             inputs={name: torch.from_numpy(value) for name, value in _arrays(samples).items()},
             fingerprints=fingerprints(_arrays(compared)) if reads else None,
         )
+
+    def _drawing(self, number: int) -> AbstractContextManager[None]:
+        """Inside, sample ``number`` of the training is read."""
+        return self._source.drawing(self._seed, number) if isinstance(self._source, OwnDataset) else nullcontext()
 
     def _compared(self, number: int, tokens: np.ndarray | None) -> dict[str, np.ndarray]:
         """What all ranks that read sample ``number`` know of it: its place in the source, and its content.
@@ -109,7 +116,7 @@ class Batches:
 
     @cached_property
     def _source(self) -> Source:
-        return open_source(self._settings)
+        return open_source(self._settings, self._seed)
 
     @cached_property
     def _order(self) -> Order | None:

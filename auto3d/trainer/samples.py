@@ -26,10 +26,11 @@ from auto3d.runtime.batch_targets import check_filled, check_statistics
 from auto3d.runtime.incomplete_batch import why_not
 from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
 from auto3d.trainer.padding import Padding
+from auto3d.trainer.stream import Stream, numbers_in
 
 
 class SampleOrder(Protocol):
-    """Which samples are trained when."""
+    """Which samples are trained when; those of a stream are numbered as they come."""
 
     def of(self, iteration: int) -> Sequence[int]:
         """Positions in the dataset of the samples of ``iteration``."""
@@ -127,15 +128,11 @@ class CollatedData:
     def numbers(self) -> dict[str, float]:
         """The numbers that the dataset and the collator hold as attributes."""
         collate = getattr(self.collate, "data_collator", self.collate)  # transformers may have wrapped the user's
-        holders = {
-            "train_dataset or eval_dataset": self.dataset,
-            "data_collator": getattr(collate, "__self__", collate),
-        }
+        holders = {"data_collator": getattr(collate, "__self__", collate)}
+        if not isinstance(self.dataset, Stream):  # whose reads may change them
+            holders["train_dataset or eval_dataset"] = self.dataset
         return {
-            f"{who}: {name}": value
-            for who, holder in holders.items()
-            for name, value in getattr(holder, "__dict__", {}).items()
-            if type(value) in (int, float)
+            f"{who}: {name}": value for who, holder in holders.items() for name, value in numbers_in(holder).items()
         }
 
     def check(self, samples: Sequence[int]) -> None:

@@ -51,6 +51,7 @@ from auto3d.trainer.predictions import stand_in_labels
 from auto3d.trainer.rank_zero import of_rank_0
 from auto3d.trainer.rates import check_rates, check_saved, follows_metric, load_rates, write_rates
 from auto3d.trainer.samples import CollatedData, InOrder, TrainOrder, samples_of
+from auto3d.trainer.stream import Stream, check_stream, is_stream, read_whole
 from auto3d.trainer.supported import (
     check_arguments,
     check_attributes,
@@ -109,12 +110,14 @@ class Trainer(transformers.Trainer):
         check_arguments(args)
         check_callbacks(callbacks or ())
         for name, dataset in {"train_dataset": train_dataset, "eval_dataset": eval_dataset}.items():
-            parts = dataset.values() if isinstance(dataset, dict) else [dataset]
-            if any(part is not None and not hasattr(part, "__len__") for part in parts):
-                raise InputError(
-                    f"Trainer: {name} has no length, so that ranks could not load different samples of it; give a "
-                    "dataset with __len__ and __getitem__"
-                )
+            for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
+                if part is not None and not hasattr(part, "__len__") and not is_stream(part):
+                    raise InputError(
+                        f"Trainer: {name} has no length, so that ranks could not load different samples of it; give a "
+                        "dataset with __len__ and __getitem__, or an IterableDataset"
+                    )
+        if is_stream(train_dataset):
+            check_stream(train_dataset, args)
         if getattr(data_collator, "seed", None) is not None:
             raise InputError(
                 "Trainer: data_collator.seed: its own generator would draw other numbers on each rank; leave it out: "
@@ -243,6 +246,18 @@ class Trainer(transformers.Trainer):
             state_dict = separate(self.model.state_dict())
         super()._save(output_dir, state_dict)
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        asked: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(asked, str):  # the name of one of several
+            asked = self.eval_dataset[asked]  # type: ignore[index]  # transformers has checked that they have names
+        return super().get_eval_dataloader(self._read_whole(asked) if is_stream(asked) else eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        return super().get_test_dataloader(self._read_whole(test_dataset) if is_stream(test_dataset) else test_dataset)
+
+    def _read_whole(self, stream: Any) -> Any:
+        return read_whole(stream, self.args.seed)
+
     # What transformers' loop calls
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -263,7 +278,23 @@ class Trainer(transformers.Trainer):
         alone.gradient_accumulation_steps = self._micro_batches
         values = super().set_initial_training_values(alone, dataloader)
         self._updates_per_epoch = values[1]
+        self._order = self._order_of(dataloader)
         return values
+
+    def _order_of(self, loader: Any) -> TrainOrder | Stream:
+        """The order of the training's samples."""
+        global_batch = self._pipeline.batch.global_batch
+        if is_stream(loader.dataset):
+            return Stream(loader.dataset, global_batch=global_batch, seed=self.args.seed, tell=self._tell)
+        return TrainOrder(loader, global_batch=global_batch, iterations_per_epoch=self._updates_per_epoch)
+
+    def _init_training_state(self, *arguments: Any, **named: Any) -> tuple[int, int]:
+        """Begin at the state of the checkpoint, if there is one, which may be in a later epoch of a stream."""
+        epochs, steps = super()._init_training_state(*arguments, **named)
+        if isinstance(self._order, Stream):
+            self._order.forget(self.state.global_step)
+            epochs, _ = self._order.place(self.state.global_step)
+        return epochs, steps
 
     @property
     def _micro_batches(self) -> int:
@@ -274,16 +305,7 @@ class Trainer(transformers.Trainer):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         """Build this rank of the pipeline."""
-        samples = samples_of(train_dataloader.batch_sampler)
-        if samples < self._pipeline.batch.global_batch:
-            raise InputError(
-                f"train_dataset: it has {samples} samples, fewer than a global batch of "
-                f"{self._pipeline.batch.global_batch} (per_device_train_batch_size × gradient_accumulation_steps × "
-                "pipelines); give more samples, or smaller batches"
-            )
-        data = self._train_data(train_dataloader)
-        missing = -samples % self._pipeline.batch.global_batch if max_steps >= self._updates_per_epoch else 0
-        data = replace(data, missing=missing)
+        data = self._train_data(train_dataloader, max_steps)
         checkpoints = None
         if resume_from_checkpoint is not None:
             checkpoints = Checkpoints(folder=Path(resume_from_checkpoint), every=None)
@@ -300,9 +322,7 @@ class Trainer(transformers.Trainer):
         self._check_evaluations()
         self._check_reads(data)
         self._iterations, self._data, self._max_steps = training.iterations(), data, max_steps
-        assert isinstance(data.order, TrainOrder)
-        self._numbers = data.numbers()
-        self._order, self._flos_of_sample = data.order, self._flos_of_one(data.shapes)
+        self._numbers, self._flos_of_sample = data.numbers(), self._flos_of_one(data.shapes)
         if resume_from_checkpoint is not None:
             load_rates(Path(resume_from_checkpoint), self.optimizer, self.lr_scheduler, steps=training.first)
         self.callback_handler.model = self.model
@@ -375,10 +395,7 @@ class Trainer(transformers.Trainer):
         """Run the iterations of one epoch, with the events, logs, evaluations and checkpoints of transformers."""
         args, result, learning_rate = self.args, None, None
         if self.state.global_step >= self._max_steps:  # transformers would make one step more
-            if dist.get_rank() == 0:
-                print(
-                    f"auto3d: {resume_from_checkpoint}: all {self._max_steps} steps are done; none is left", flush=True
-                )
+            self._tell(f"{resume_from_checkpoint}: all {self._max_steps} steps are done; none is left")
             self.control.should_training_stop = True
             return
 
@@ -396,8 +413,12 @@ class Trainer(transformers.Trainer):
             self._between_steps = False
             self._agree()
 
+        is_streamed = isinstance(self._order, Stream)
         resumes = resume_from_checkpoint is not None and epoch == epochs_trained
-        first = self.state.global_step % num_update_steps_per_epoch if resumes else 0
+        first = 0
+        if resumes:
+            done = self.state.global_step
+            first = self._order.place(done)[1] if is_streamed else done % num_update_steps_per_epoch
         if self._order.place(self.state.global_step) != (epoch, first):  # a callback has ended the epoch before it
             self._order.begin(epoch, self.state.global_step - first)
             self._start_again()
@@ -429,6 +450,8 @@ class Trainer(transformers.Trainer):
                     "TrainingArguments.max_steps"
                 )
             self._pipeline.follow(self.optimizer)
+            if isinstance(self._order, Stream):
+                self._order.forget(self.state.global_step)
             _, result = next(self._iterations)
             self._pipeline.trained()
             self._add_loss(result.loss)
@@ -440,35 +463,43 @@ class Trainer(transformers.Trainer):
             self.state.epoch = epoch + min((step + 1) * self._micro_batches, steps_in_epoch) / steps_in_epoch
             self.control = self.callback_handler.on_step_end(args, self.state, self.control)
             log_evaluate_save()
-            if self._is_stopped:
+            if self._is_stopped or (is_streamed and self._ends_epoch(epoch)):
                 break
         self.control = self.callback_handler.on_epoch_end(args, self.state, self.control)
         log_evaluate_save()
+
+    def _ends_epoch(self, epoch: int) -> bool:
+        """Whether the next step, if there is one, belongs to another epoch."""
+        done = self.state.global_step
+        return done < self._max_steps and self._order.place(done)[0] != epoch
 
     def _follow_data(self, *, begins_epoch: bool) -> None:
         """Read anew what a callback has made others; raises InputError unless the step ``begins_epoch``."""
         assert self._pipeline.training is not None
         numbers = self._data.numbers()
         changed = [name for name, value in numbers.items() if self._numbers.get(name, value) != value]
+        if isinstance(self._order, Stream) and (name := self._order.take_change()):
+            changed.append(f"train_dataset: {name}")
         if changed and not begins_epoch:
             raise InputError(
                 f"Trainer: {changed[0]} was changed in the middle of an epoch, of which samples have been read ahead; "
                 "change it in on_epoch_begin, say"
             )
         if changed:
+            if isinstance(self._order, Stream):
+                self._order.begin(self._order.place(self.state.global_step)[0], self.state.global_step)
             self._pipeline.training.rank.executor.read_anew()
         self._numbers = numbers
 
     def _follow_values(self) -> None:
         """Build the pipeline again if the code of its stages would read other values beside the model."""
         place = self._pipeline.value_changed
-        if place and not self._has_told_of_values and dist.get_rank() == 0:
+        if place and not self._has_told_of_values:
             self._has_told_of_values = True
-            print(
-                f"auto3d: {place} has changed, and the code of the model or its loss may read it: the pipeline is "
-                "built again, here and whenever such a value changes; a number that changes often may be a buffer of "
-                "the model, which a callback sets",
-                flush=True,
+            self._tell(
+                f"{place} has changed, and the code of the model or its loss may read it: the pipeline is built again, "
+                "here and whenever such a value changes; a number that changes often may be a buffer of the model, "
+                "which a callback sets"
             )
         if place:
             self._start_again()
@@ -520,11 +551,18 @@ class Trainer(transformers.Trainer):
 
     # The pipeline
 
-    def _train_data(self, loader: Any) -> CollatedData:
-        order = TrainOrder(
-            loader, global_batch=self._pipeline.batch.global_batch, iterations_per_epoch=self._updates_per_epoch
-        )
-        data = self._collated(loader, order).with_shapes()
+    def _train_data(self, loader: Any, max_steps: int) -> CollatedData:
+        missing = 0
+        if not isinstance(self._order, Stream):
+            samples, global_batch = samples_of(loader.batch_sampler), self._pipeline.batch.global_batch
+            if samples < global_batch:
+                raise InputError(
+                    f"train_dataset: it has {samples} samples, fewer than a global batch of {global_batch} "
+                    "(per_device_train_batch_size × gradient_accumulation_steps × pipelines); give more samples, or "
+                    "smaller batches"
+                )
+            missing = -samples % global_batch if max_steps >= self._updates_per_epoch else 0
+        data = replace(self._collated(loader, self._order), missing=missing).with_shapes()
         check_samples(data, self._main_input, timeout_s=self.args.ddp_timeout)
         of_rank_0(
             lambda: check_padding(self.model, self.compute_loss, data, self._main_input),
@@ -533,7 +571,7 @@ class Trainer(transformers.Trainer):
         )
         return data
 
-    def _collated(self, loader: Any, order: TrainOrder | InOrder) -> CollatedData:
+    def _collated(self, loader: Any, order: TrainOrder | InOrder | Stream) -> CollatedData:
         for name, value in {"dataset": loader.dataset, "data_collator": self.data_collator}.items():
             if not reached(value).isdisjoint(self.model.modules()):
                 raise InputError(
@@ -541,7 +579,7 @@ class Trainer(transformers.Trainer):
                     "compute in the model's forward what needs them, or give it a copy of the model"
                 )
         return CollatedData(
-            dataset=loader.dataset,
+            dataset=order if isinstance(order, Stream) else loader.dataset,
             collate=loader.collate_fn,
             order=order,
             padding=padding_of(self.args.sequence_length, self.model, self._tokenizer()),
@@ -718,6 +756,10 @@ class Trainer(transformers.Trainer):
         ]
 
     # Between this rank and the others
+
+    def _tell(self, line: str) -> None:
+        if self.args.process_index == 0:
+            print(f"auto3d: {line}", flush=True)
 
     def _add_loss(self, loss: float) -> None:
         """Add the loss of an iteration to the sum since the last log, as transformers does."""

@@ -28,6 +28,7 @@ from auto3d.plan import Plan
 from auto3d.runtime.gradient_sync import holders
 from auto3d.runtime.resplit import pieces
 from auto3d.schedule import samples_at_once, schedule_of
+from launch.console.tables import TABLES
 from launch.model.candidates import exact_plans
 from launch.model.costs import captured_subject, cost_model
 from launch.model.graphs import PlanningModel
@@ -169,8 +170,8 @@ def profile(cluster: SlurmCluster, folder: Path) -> None:
 def tune(cluster: SlurmCluster, folder: Path, *overrides: str) -> tuple[Plan, str]:
     """(fastest plan by its trials, table of all trials)."""
     print(cluster.run(*AUTO3D, "tune", RECIPE, *overrides, cwd=folder, timeout_s=LIMIT_S), flush=True)
-    results = folder / "results" / "mixed"
-    return Plan.from_json((results / "best_plan.json").read_bytes()), (results / "tune.md").read_text()
+    tables = folder / TABLES / "mixed"
+    return Plan.from_json((tables / "best_plan.json").read_bytes()), (tables / "tune.md").read_text()
 
 
 def train(cluster: SlurmCluster, folder: Path, number: int, one: Compared) -> None:

@@ -20,6 +20,7 @@ from auto3d.cost.model import CostModel
 from auto3d.cost.profile import Profile
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Environment, Measurement, Status
+from launch.console.tables import TABLES
 from launch.model.costs import subject_of
 from launch.recipe.load import LoadedRecipe, load
 from launch.recipe.settings import cluster, training
@@ -48,7 +49,7 @@ def compare(recipe: LoadedRecipe, folder: Path) -> Target:
 
     print(auto3d("profile", recipe.name))
     print(auto3d("tune", recipe.name), flush=True)
-    chosen = Plan.from_json((folder / "results" / recipe.name / "best_plan.json").read_bytes())
+    chosen = Plan.from_json((folder / TABLES / recipe.name / "best_plan.json").read_bytes())
     trials = folder / "runs" / recipe.name / "trials"
     tried = set(times_of(trials))
     auto3d("sweep", recipe.name)

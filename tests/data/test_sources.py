@@ -1,6 +1,7 @@
 """Samples of every source equal those that plain code makes of the same files."""
 
 import json
+import random
 import struct
 import sys
 from dataclasses import replace
@@ -221,6 +222,48 @@ def test_an_own_dataset_gives_its_columns(tmp_path, monkeypatch):
         with pytest.raises(DataError, match=problem) as raised:
             in_order(replace(settings, **changes), 10)
         assert "\n" not in str(raised.value)
+
+
+DRAWING = """
+import random
+import numpy as np
+import torch
+
+class Rows:
+    def __init__(self):
+        self.order = random.sample(range(8), 8)
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        drawn = [random.random(), np.random.random(), torch.rand(()).item()]
+        return {"place": np.array(self.order[i]), "noise": np.array(drawn, dtype=np.float32)}
+"""
+
+
+def test_what_an_own_dataset_draws_follows_from_the_seed_and_the_sample(tmp_path, monkeypatch):
+    (tmp_path / "drawing_rows.py").write_text(DRAWING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    inputs = {"place": InputField(kind="column"), "noise": InputField(kind="column", shape=(3,), dtype_name="float32")}
+    settings = DataSettings(source="drawing_rows:Rows", inputs=inputs)
+
+    def read(iterations, *, seed=4, size=4):
+        batches = Batches(settings, seed=seed, global_batch=8, micro_batch_size=size)
+        state = random.getstate()
+        found = {}
+        for iteration in iterations:
+            read = [batches.read(iteration, index, ("place", "noise")) for index in range(8 // size)]
+            found[iteration] = torch.cat([torch.cat([r.inputs["place"][:, None], r.inputs["noise"]], 1) for r in read])
+        assert random.getstate() == state
+        return found
+
+    forwards = read([0, 1, 2])
+    for other in (read([2, 0, 1]), read([0, 1, 2], size=1)):
+        assert all(torch.equal(other[iteration], rows) for iteration, rows in forwards.items())
+    places = [rows[:, 0].tolist() for rows in forwards.values()]
+    assert all(sorted(each) == list(range(8)) for each in places), "epochs"
+    noise = torch.cat([rows[:, 1:] for rows in forwards.values()])
+    assert len(noise.flatten().unique()) == noise.numel(), "another draw for each sample and epoch"
+    assert not torch.equal(read([0], seed=5)[0], forwards[0])
 
 
 def test_what_labels_may_ignore():

@@ -1,5 +1,11 @@
-"""A dataset of the user's own: a function that returns an object with a length and numbered samples."""
+"""A dataset of the user's own: a function that returns an object with a length and numbered samples.
 
+What this code draws from the generators of torch, numpy and Python follows from the training's seed and the sample, so
+that all ranks draw alike, whatever they have read before.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -15,8 +21,8 @@ if TYPE_CHECKING:
 _TYPES = {"int64": "iu", "float32": "f", "bool": "b"}
 
 
-def open_source(settings: "DataSettings") -> "OwnDataset":
-    """The samples of the dataset that the function of ``settings.source`` returns."""
+def open_source(settings: "DataSettings", seed: int | None = None) -> "OwnDataset":
+    """The samples of the dataset that the function of ``settings.source`` returns, whose draws follow from ``seed``."""
     module_name, _, function_name = settings.source.partition(":")
     if not module_name or not function_name:
         raise DataError(f"source: found {settings.source!r}; it takes package.module:function")
@@ -25,8 +31,9 @@ def open_source(settings: "DataSettings") -> "OwnDataset":
     except (Exception, SystemExit) as error:  # the user's module can raise anything
         raise DataError(f"source: {settings.source} cannot be imported: {_summary(error)}") from None
     try:
-        dataset = function(**deepcopy(settings.arguments))
-        samples = len(dataset)
+        with _seeded(seed):
+            dataset = function(**deepcopy(settings.arguments))
+            samples = len(dataset)
     except (Exception, SystemExit) as error:
         raise DataError(f"source: {settings.source} returned no dataset with a length: {_summary(error)}") from None
     return OwnDataset(settings, dataset, samples)
@@ -41,6 +48,13 @@ class OwnDataset:
         self._dataset, self._fields, self._source = dataset, settings.columns, settings.source
         self.samples: int | None = samples
         self._last: tuple[int, Any] | None = None  # the sample that was read last: several inputs come from one
+
+    @contextmanager
+    def drawing(self, seed: int, number: int) -> Iterator[None]:
+        """Inside, sample ``number`` of a training with ``seed`` is read, also one that was read as another before."""
+        self._last = None
+        with _seeded(seed, number):
+            yield
 
     def tokens(self, sample: int, seed: int) -> np.ndarray:
         raise DataError(f"source: {self._source} gives columns, not tokens")
@@ -67,6 +81,14 @@ class OwnDataset:
 
     def describe(self) -> str:
         return ""
+
+
+def _seeded(seed: int | None, *further: int) -> AbstractContextManager[None]:
+    if seed is None:
+        return nullcontext()
+    from auto3d.capture.skeleton import seeded  # it imports torch, which ranks have
+
+    return seeded(int(np.random.SeedSequence([seed, *further]).generate_state(1)[0]))
 
 
 def _summary(error: BaseException) -> str:

@@ -26,7 +26,8 @@ trainer = Trainer(
         use_cpu=True,
         disable_tqdm=True,
     ),
-    train_dataset=lines,
+    train_dataset=lines.shuffle(seed=5, buffer_size=20),
+    eval_dataset=lines.take(10),
 )
 trainer.train()
-metrics = {}
+metrics = trainer.evaluate()
