@@ -1,7 +1,7 @@
 """The inputs of a rank's micro-batches, made from the samples of a source."""
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
@@ -55,27 +55,25 @@ class Batches:
         first = iteration * self._global_batch + index * self._micro_batch_size + self._first
         reads = self._settings.reads(names)
         samples, compared = [], []
-        for number in range(first, first + self._samples):
-            with self._drawing(number) if reads else nullcontext():
-                inputs, tokens = self._sample(number, names)
+        own = self._source if reads and isinstance(self._source, OwnDataset) else None
+        with own.reading() if own else nullcontext(lambda *_: None) as before:
+            for number in range(first, first + self._samples):
+                before(self._seed, number)
+                stored, counts = self._stored(number) if reads else (number, True)
+                inputs, tokens = self._sample(number, names, stored, counts)
                 samples.append(inputs)
                 if reads:
-                    compared.append(self._compared(number, tokens))
+                    compared.append(self._compared(stored, tokens))
         return Reading(
             inputs={name: torch.from_numpy(value) for name, value in _arrays(samples).items()},
             fingerprints=fingerprints(_arrays(compared)) if reads else None,
         )
 
-    def _drawing(self, number: int) -> AbstractContextManager[None]:
-        """Inside, sample ``number`` of the training is read."""
-        return self._source.drawing(self._seed, number) if isinstance(self._source, OwnDataset) else nullcontext()
-
-    def _compared(self, number: int, tokens: np.ndarray | None) -> dict[str, np.ndarray]:
-        """What all ranks that read sample ``number`` know of it: its place in the source, and its content.
+    def _compared(self, stored: int, tokens: np.ndarray | None) -> dict[str, np.ndarray]:
+        """What all ranks that read sample ``stored`` of the source know of it: its place there, and its content.
 
         Where inputs are also made from columns, a rank need not have ``tokens``.
         """
-        stored, _ = self._stored(number)
         if tokens is None or self._settings.columns:
             return {"place": np.array(stored), **self._source.whole(stored)}
         compared = np.zeros(2 + self._settings.sequence_length + 1, dtype=np.int64)
@@ -83,11 +81,15 @@ class Batches:
         compared[2 : 2 + len(tokens)] = tokens
         return {"tokens": compared}
 
-    def _sample(self, number: int, names: Collection[str]) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-        """The inputs called ``names`` of sample ``number`` of the training, and its tokens if one is made from them."""
+    def _sample(
+        self, number: int, names: Collection[str], stored: int, counts: bool
+    ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+        """The inputs called ``names`` of sample ``number`` of the training, and its tokens if one is made from them.
+
+        ``stored`` and ``counts`` are what ``_stored`` says of it.
+        """
         inputs: dict[str, np.ndarray] = {}
         tokens: np.ndarray | None = None
-        stored, counts = self._stored(number) if self._settings.reads(names) else (number, True)
         for position, (name, field) in enumerate(self._settings.inputs.items(), start=1):
             if name not in names:
                 continue

@@ -5,6 +5,7 @@ from functools import lru_cache
 from zlib import crc32
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 BITS = 40  # A fingerprint is so short that sums over the ranks of a cluster stay whole numbers in float64.
 MODULUS = 1 << BITS
@@ -18,9 +19,10 @@ def fingerprints(values: Mapping[str, np.ndarray]) -> np.ndarray:
     """
     sums: np.ndarray = np.zeros(1, dtype=np.uint64)
     for name, value in values.items():
-        words = _words(value)
-        sums = sums + words @ _weights(name, words.shape[1])
-    return _mixed(sums) >> np.uint64(64 - BITS)
+        rows = np.ascontiguousarray(value).reshape(len(value), -1).view(np.uint8)
+        seed = crc32(name.encode())
+        sums = sums + np.array([xxh3_64_intdigest(row.data, seed) for row in rows], dtype=np.uint64)
+    return sums >> np.uint64(64 - BITS)
 
 
 def total(found: np.ndarray, first: int) -> int:
@@ -28,20 +30,7 @@ def total(found: np.ndarray, first: int) -> int:
     return int(found @ _odd(first, first + len(found))) % MODULUS
 
 
-def _words(value: np.ndarray) -> np.ndarray:
-    """The bytes of each row: [rows, words of 8 bytes], filled up with zeros."""
-    rows = np.ascontiguousarray(value).reshape(len(value), -1).view(np.uint8)
-    if missing := -rows.shape[1] % 8:
-        rows = np.pad(rows, ((0, 0), (0, missing)))
-    return rows.view(np.uint64)
-
-
-@lru_cache(64)
-def _weights(name: str, words: int) -> np.ndarray:
-    first = crc32(name.encode()) << 31
-    return _odd(first, first + words)
-
-
+@lru_cache(1024)  # the places of the micro-batches of a global batch, the same in every iteration
 def _odd(first: int, stop: int) -> np.ndarray:
     """An odd factor for each place from ``first`` on: a multiple by an odd number loses no bit."""
     return _mixed(np.arange(first, stop, dtype=np.uint64)) | np.uint64(1)

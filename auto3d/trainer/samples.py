@@ -16,8 +16,8 @@ from auto3d.capture.export import InputSpec
 from auto3d.capture.graph import Graph
 from auto3d.capture.loss_terms import LossTerms, loss_terms
 from auto3d.capture.model import CapturedModel
-from auto3d.capture.skeleton import seeded
 from auto3d.data import BatchSlice
+from auto3d.data.drawing import drawing
 from auto3d.data.fingerprint import fingerprints
 from auto3d.data.interface import IGNORED, Incomplete, Reading
 from auto3d.errors import InputError
@@ -201,7 +201,8 @@ class CollatedData:
 
         Any two processes get the same batch, whatever they have loaded before.
         """
-        with seeded(int(np.random.SeedSequence([self.seed, *seed]).generate_state(1)[0])):
+        with drawing() as begin:
+            begin(self.seed, *seed)
             # A collator may take keys out of samples, which another read meets again.
             fetched = [dict(each) if type(each) is dict else each for each in _fetch(self.dataset, samples)]
             batch = self.collate(fetched)

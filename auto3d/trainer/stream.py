@@ -6,14 +6,12 @@ follows from the seed and the sample, as ranks ask at different times.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from threading import Lock
 from typing import Any
 
-import numpy as np
 from torch.utils.data import IterableDataset
 
-from auto3d.capture.skeleton import seeded
+from auto3d.data.drawing import drawing
 from auto3d.errors import InputError
 
 _END = object()
@@ -45,25 +43,31 @@ def check_stream(dataset: Any, args: Any) -> None:
 
 def read_whole(dataset: Any, seed: int) -> list[Any]:
     """All samples of a stream, as an evaluation takes them."""
-    return list(_samples(dataset, (seed, 0)))
+    return _Pass(dataset, seed, 0).take(None)
 
 
-def _samples(dataset: Any, seed: Sequence[int]) -> Iterator[Any]:
-    """The samples of one pass; what is drawn for one follows from ``seed`` and its number."""
-    with _drawing(seed, 0):
-        passing = iter(dataset)
-    number = 0
-    while True:
-        with _drawing(seed, number + 1):
-            sample = next(passing, _END)
-        if sample is _END:
-            return
-        number += 1
-        yield sample
+class _Pass:
+    """A pass over a stream. What is drawn for a sample follows from the seed, the epoch and its number."""
 
+    def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
+        self._seed, self._number = (seed, epoch), 0
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        with drawing() as begin:
+            begin(*self._seed, 0)
+            self._samples = iter(dataset)
 
-def _drawing(seed: Sequence[int], number: int) -> Any:
-    return seeded(int(np.random.SeedSequence([*seed, number]).generate_state(1)[0]))
+    def take(self, count: int | None) -> list[Any]:
+        """The next ``count`` samples (None: all), or those that are left."""
+        taken: list[Any] = []
+        with drawing() as begin:
+            while count is None or len(taken) < count:
+                self._number += 1
+                begin(*self._seed, self._number)
+                if (sample := next(self._samples, _END)) is _END:
+                    break
+                taken.append(sample)
+        return taken
 
 
 def numbers_in(holder: Any) -> dict[str, float]:
@@ -82,7 +86,7 @@ class Stream:
         self._dataset, self._global_batch, self._seed, self._tell = dataset, global_batch, seed, tell
         self._batches: dict[int, list[Any]] = {}  # iteration -> samples
         self._begun = [(0, 0)]  # (iteration, epoch that it begins)
-        self._passing: Iterator[Any] | None = None
+        self._passing: _Pass | None = None
         self._kept = 0  # iterations before it are not asked for again, but for the first
         self._failure: Exception | None = None  # what the stream has raised
         self._numbers = numbers_in(dataset)  # after the last read, which may change them
@@ -105,7 +109,7 @@ class Stream:
         with self._reading():
             self._begun = [begun for begun in self._begun if begun[0] < iteration] + [(iteration, epoch)]
             self._batches = {number: batch for number, batch in self._batches.items() if number < iteration}
-            self._pass(epoch)
+            self._passing = _Pass(self._dataset, self._seed, epoch)
 
     def forget(self, before: int) -> None:
         """Keep no samples of iterations ``before`` this one."""
@@ -152,14 +156,14 @@ class Stream:
     def _next_batch(self, iteration: int) -> list[Any]:
         """The samples of ``iteration``, where the next pass begins if this one has too few."""
         if self._passing is None:
-            self._pass(0)
+            self._passing = _Pass(self._dataset, self._seed, 0)
         samples = self._whole_batch()
         if samples is not None:
             return samples
         begun, epoch = self._begun[-1]
         if begun < iteration:
             self._begun.append((iteration, epoch + 1))
-            self._pass(epoch + 1)
+            self._passing = _Pass(self._dataset, self._seed, epoch + 1)
             samples = self._whole_batch()
         if samples is None:
             raise InputError(
@@ -172,7 +176,7 @@ class Stream:
     def _whole_batch(self) -> list[Any] | None:
         assert self._passing is not None
         try:
-            samples = list(islice(self._passing, self._global_batch))
+            samples = self._passing.take(self._global_batch)
         except Exception as error:  # the script's code can raise anything; after it, the pass looks as if it had ended
             self._failure = error
             raise
@@ -184,8 +188,3 @@ class Stream:
                 f"{self._global_batch} of a global batch, are in no step of this epoch"
             )
         return None
-
-    def _pass(self, epoch: int) -> None:
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
-        self._passing = _samples(self._dataset, (self._seed, epoch))

@@ -4,7 +4,7 @@ What this code draws from the generators of torch, numpy and Python follows from
 that all ranks draw alike, whatever they have read before.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from importlib import import_module
@@ -31,7 +31,8 @@ def open_source(settings: "DataSettings", seed: int | None = None) -> "OwnDatase
     except (Exception, SystemExit) as error:  # the user's module can raise anything
         raise DataError(f"source: {settings.source} cannot be imported: {_summary(error)}") from None
     try:
-        with _seeded(seed):
+        with _drawing() if seed is not None else nullcontext(lambda _: None) as begin:
+            begin(seed)
             dataset = function(**deepcopy(settings.arguments))
             samples = len(dataset)
     except (Exception, SystemExit) as error:
@@ -50,11 +51,16 @@ class OwnDataset:
         self._last: tuple[int, Any] | None = None  # the sample that was read last: several inputs come from one
 
     @contextmanager
-    def drawing(self, seed: int, number: int) -> Iterator[None]:
-        """Inside, sample ``number`` of a training with ``seed`` is read, also one that was read as another before."""
-        self._last = None
-        with _seeded(seed, number):
-            yield
+    def reading(self) -> Iterator[Callable[[int, int], None]]:
+        """Inside, samples are read; what this gives is called before each, with the training's seed and its number in
+        the training."""
+        with _drawing() as begin:
+
+            def before(seed: int, number: int) -> None:
+                self._last = None  # it may be another one the next time
+                begin(seed, number)
+
+            yield before
 
     def tokens(self, sample: int, seed: int) -> np.ndarray:
         raise DataError(f"source: {self._source} gives columns, not tokens")
@@ -83,12 +89,10 @@ class OwnDataset:
         return ""
 
 
-def _seeded(seed: int | None, *further: int) -> AbstractContextManager[None]:
-    if seed is None:
-        return nullcontext()
-    from auto3d.capture.skeleton import seeded  # it imports torch, which ranks have
+def _drawing() -> AbstractContextManager[Callable[..., None]]:
+    from auto3d.data.drawing import drawing  # it imports torch, which ranks have
 
-    return seeded(int(np.random.SeedSequence([seed, *further]).generate_state(1)[0]))
+    return drawing()
 
 
 def _summary(error: BaseException) -> str:
