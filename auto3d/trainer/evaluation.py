@@ -225,10 +225,12 @@ def metrics_of(
             "to compute the metrics",
             timeout_s=args.ddp_timeout,
         )
+    # In the order of transformers, where a loss of the script's replaces the mean one.
+    named = {name: value for name, value in metrics.items() if name.startswith(prefix)}
     if losses is not None:
         counted = losses[np.isfinite(losses)] if args.logging_nan_inf_filter else losses
-        metrics["loss"] = float(counted.mean()) if len(counted) else float("nan")
-    return {name if name.startswith(prefix) else prefix + name: value for name, value in metrics.items()}
+        named[f"{prefix}loss"] = float(counted.mean()) if len(counted) else float("nan")
+    return named | {f"{prefix}{name}": value for name, value in metrics.items() if not name.startswith(prefix)}
 
 
 def _computed(

@@ -367,6 +367,10 @@ def of_inputs(given):
     return {"inputs": given.inputs.sum(axis=1).tolist(), "predictions": given.predictions.shape}
 
 
+def of_every_name(given):
+    return {"b": 1.0, "eval_a": 2.0, "loss": 3.0}
+
+
 def of_losses(given):
     assert given.losses.dtype == "float32"
     return {"losses": given.losses.tolist()}
@@ -382,6 +386,7 @@ def metrics_of_batches_and_inputs(world, folder, port, *classes):
             {"metrics": ByBatch(), "batch_eval_metrics": True},
             {"metrics": of_inputs, "include_for_metrics": ["inputs"]},
             {"metrics": of_losses, "include_for_metrics": ["loss"]},
+            {"metrics": of_every_name},
         )
     ]
     if not classes:
@@ -398,7 +403,9 @@ def test_metrics_get_batches_inputs_or_losses_as_in_transformers(processes, tmp_
     (one,) = processes.run(1, metrics_of_batches_and_inputs, tmp_path, None, *classes)
     for found in processes.run(2, metrics_of_batches_and_inputs, tmp_path, free_port()):
         for here, there in zip(found, one, strict=True):
-            for name in there.keys() - {name for name in there if name.endswith(("runtime", "per_second", "_time"))}:
+            names = [name for name in there if not name.endswith(("runtime", "per_second", "_time"))]
+            assert [name for name in here if name in names] == names, "in the same order"
+            for name in names:
                 assert here[name] == pytest.approx(there[name], rel=1e-4), name
 
 
