@@ -31,6 +31,7 @@ model = BertForSequenceClassification(BertConfig(vocab_size=256, num_labels=len(
 args = TrainingArguments(
     output_dir="classification",
     per_device_train_batch_size=8,
+    gradient_accumulation_steps=1,
     num_train_epochs=3,
     learning_rate=5e-4,
     weight_decay=0.1,

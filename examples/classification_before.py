@@ -29,7 +29,8 @@ no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 model = BertForSequenceClassification(BertConfig(vocab_size=256, num_labels=len(KINDS), **sizes, **no_dropout))
 args = TrainingArguments(
     output_dir="classification",
-    per_device_train_batch_size=16,
+    per_device_train_batch_size=8,
+    gradient_accumulation_steps=2,
     num_train_epochs=3,
     learning_rate=5e-4,
     weight_decay=0.1,
