@@ -238,9 +238,9 @@ def run_and_record(world, plan: Plan, corpus: str) -> tuple[list[int], set[str],
     opened: list[str] = []
     sample, open_bytes = Batches._sample, Path.read_bytes
 
-    def record_sample(self: Batches, number: int, names: Collection[str]) -> dict:
+    def record_sample(self: Batches, number: int, names: Collection[str], stored: int, counts: bool) -> tuple:
         made.append((number, tuple(names)))
-        return sample(self, number, names)
+        return sample(self, number, names, stored, counts)
 
     def record_file(self: Path) -> bytes:
         opened.append(str(self))
