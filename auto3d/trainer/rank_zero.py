@@ -30,5 +30,5 @@ def of_rank_0(make: Callable[[], Result], what: str, *, timeout_s: float) -> Res
         raise failure
     result, problem, is_of_user = answer[0]
     if problem:
-        raise InputError(problem.partition(": ")[2]) if is_of_user else RuntimeError(f"rank 0 {what}: {problem}")
+        raise InputError(problem.partition(": ")[2]) if is_of_user else RuntimeError(f"rank 0 failed {what}: {problem}")
     return result  # type: ignore[return-value]  # None only if that is the result

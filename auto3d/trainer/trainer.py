@@ -223,12 +223,13 @@ class Trainer(transformers.Trainer):
         TOGETHER.call("Trainer.save_model", self.args.ddp_timeout)
         folder = output_dir or self.args.output_dir
         if self._pipeline.on_meta:
-            self._save(folder, state_dict=self._pipeline.state_dict())
+            write = partial(self._save, folder, state_dict=self._pipeline.state_dict())
         else:
             self._pipeline.gather()
-            super().save_model(folder, _internal_call)
-        with waiting_for("rank 0 to write the model", self.args.ddp_timeout):
-            dist.barrier()
+            write = partial(super().save_model, folder, _internal_call)
+        if dist.get_rank():
+            write()
+        of_rank_0(write, "to write the model", timeout_s=self.args.ddp_timeout)
 
     def end(self) -> None:
         """Finish the trackers and leave the other ranks, at the end of a script. All ranks must call it."""

@@ -569,6 +569,23 @@ def test_a_call_of_one_rank_alone_is_refused_at_once(processes, tmp_path):
     assert one[0].startswith("Trainer.evaluate: rank 1 calls it, and rank 0 calls Trainer.save_model; all ranks must")
 
 
+def cannot_write(world, folder, port):
+    """The error of a model for which there is no place, and what the ranks do together after it."""
+    begin(world, folder, port)
+    (folder / "file").touch()
+    trainer = small.trainer()
+    with pytest.raises((OSError, RuntimeError)) as caught:
+        trainer.save_model("file/saved")
+    trainer.save_model("saved")
+    return str(caught.value)
+
+
+def test_a_model_that_rank_0_cannot_write_is_an_error_on_all_ranks(processes, tmp_path):
+    zero, one = processes.run(2, cannot_write, tmp_path, free_port())
+    assert zero.endswith("'file/saved'")
+    assert one == f"rank 0 failed to write the model: NotADirectoryError: {zero}"
+
+
 class EndsAtOnce(transformers.TrainerCallback):
     """Calls ``end`` in mid-training, and keeps what that says."""
 
