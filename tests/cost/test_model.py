@@ -44,7 +44,10 @@ def costs(**changes) -> Costs:
 
 def test_amp_equations_2_to_4():
     """M = 4: (4 - 1) × 6 + (3 + 6) + 1, plus the slower sync, 5, and the slower update."""
-    assert amp_s(shape("1f1b", devices=2, micro_batches=4, options={}), costs()) == pytest.approx(18 + 9 + 1 + 5 + 0.25)
+    four = shape("1f1b", devices=2, micro_batches=4, options={})
+    assert amp_s(four, costs()) == pytest.approx(18 + 9 + 1 + 5 + 0.25)
+    late = costs(messages=(MessageCost(latency=0.125, forward=0.5, backward=0.5),))
+    assert amp_s(four, late) - amp_s(four, costs()) == pytest.approx(2 * 0.125), "a latency there and one back"
 
 
 def test_chimera_equation_1():
@@ -124,7 +127,26 @@ def test_every_flop_and_parameter_of_the_model_is_counted_once():
     assert work.parameters.sum() == sum(p.numel() for p in gpt2(2, 64).parameters())
     fused = work_of(graph, shard(graph).bounds, fused=True)
     assert fused.moved.sum() < work.moved.sum()
-    assert fused.launches.sum() < work.launches.sum()
+    activation = [p for p, node in enumerate(graph.nodes) if "act" in node.name]
+    runs = [[p for p in activation if f"_{layer}_mlp" in graph.nodes[p].name] for layer in (0, 1)]
+    for run in runs:
+        assert len(run) > 1
+        assert work.launches[run].tolist() == [1] * len(run)
+        assert fused.launches[run].tolist() == [1] + [0] * (len(run) - 1), "one kernel, which begins at its first"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 4 + 8 + 16),  # its gradient is read, and the weight and two moments are read and written
+        ({"precision": "bfloat16"}, 4 + 8 + 16 + 2),  # then the weight is written from its float32 copy
+        ({"precision": "bfloat16", "sync_bytes": 2}, 2 + 8 + 16 + 2),
+        ({"precision": "bfloat16", "autocast": True}, 4 + 8 + 16 + 6),  # the weight is read again for its copy
+        ({"moments": 0}, 4 + 8),
+    ],
+)
+def test_bytes_that_an_update_moves_for_a_parameter(options, expected):
+    assert TrainingOptions(**options).update_traffic == expected
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,18 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import get_scheduler
 
 from auto3d.errors import InputError
 from auto3d.runtime.optimizer import advance, build_optimizer, check_schedule
 from auto3d.runtime.optimizer_class import check_resumes, is_elementwise, optimizer_class, traits_of
-from auto3d.runtime.optimizer_memory import state_elements
+from auto3d.runtime.optimizer_memory import flops_of_parameters, state_elements
 from auto3d.runtime.optimizer_state import make_state, make_state_to_load, parts_of, state_tensors
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES, OPTIMIZERS, OptimizerSettings
 from tests.distributed.parity import ADAMW, SGD
+from tests.models import captured
 
 
 @pytest.mark.parametrize("settings", [ADAMW, SGD], ids=["adamw", "sgd"])
@@ -367,12 +369,27 @@ def test_muon_updates_matrices_only():
     assert traits_of(of(Plain)).dimensions == {1, 2, 3, 4}
 
 
+@pytest.mark.parametrize("arguments", [{}, {"ns_steps": 3}])
+def test_the_matrix_products_of_muon_are_those_of_torchs_step(arguments):
+    settings = OptimizerSettings(optimizer="torch.optim.Muon", arguments=arguments, learning_rate=0.1)
+    graph = captured("llama", 2).graph
+    predicted = flops_of_parameters(settings, lambda: graph)
+    matrices = {value.shape: name for name, value in graph.parameters.items() if len(value.shape) == 2}
+    for shape, name in matrices.items():
+        weight = nn.Parameter(torch.randn(shape))
+        weight.grad = torch.randn(shape)
+        optimizer, _ = build_optimizer([weight], settings, iterations=1)
+        with FlopCounterMode(display=False) as counter:
+            optimizer.step()
+        assert predicted(name, shape) == counter.get_total_flops() > 0
+
+
 def test_trying_an_optimizer_starts_no_threads_which_a_fork_would_lose():
     program = (
         "import os, torch; torch.set_num_threads(2)\n"
         f"import {__name__}\n"
         "from auto3d.runtime.optimizer_class import check_resumes, is_elementwise, traits_of\n"
-        "from auto3d.runtime.optimizer_memory import state_elements\n"
+        "from auto3d.runtime.optimizer_memory import flops_of_parameters, state_elements\n"
         "from auto3d.runtime.settings import OptimizerSettings\n"
         "before = len(os.listdir('/proc/self/task'))\n"
         f"for name in ('muon', '{__name__}:Plain'):\n"

@@ -140,6 +140,8 @@ def test_a_program_without_its_last_micro_batches_ends_and_runs_all_others(name)
                     ]
                     ran = [step.operation for step in program.steps]
                     assert ran == [one for one in expected if one.micro_batches or one.kind in (Kind.SYNC, Kind.UPDATE)]
+                    for pipe_stage, versions in programs[device].versions.items():
+                        assert program.versions[pipe_stage] == {m: versions[m] for m in versions if m < first}
                     sums = [one for each in (programs[device], program) for one in sums_of(each)]
                     assert sums[: len(sums) // 2] == sums[len(sums) // 2 :], "in the same order"
 
