@@ -14,22 +14,24 @@ from auto3d.errors import InputError
 from auto3d.runtime.checkpoint import Checkpoints, checkpoint_folder, learnt_by, newest
 from auto3d.runtime.checkpoint_read import CheckpointReader
 from auto3d.runtime.checkpoint_write import CheckpointWriter
-from auto3d.runtime.settings import OptimizerSettings
 from auto3d.runtime.training import Training
 from auto3d.trainer.gather import PREFIX
+from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.rank_zero import of_rank_0
 
 TRAINER_STATE = "trainer_state.json"
 
 
-def write_state(folder: Path, training: Training, optimizer: OptimizerSettings, timeout_s: float) -> None:
+def write_state(folder: Path, pipeline: Pipeline, timeout_s: float) -> None:
     """Write the state of all ranks into ``folder``; any rank may read it then. All ranks must call it."""
+    training = pipeline.training
+    assert training is not None, "checkpoints are written while it trains"
     writer = CheckpointWriter(
         Checkpoints(folder=folder, every=None, keep=1),
-        learnt_by(training.rank.common.plan, optimizer),
+        learnt_by(training.rank.common.plan, pipeline.settings.optimizer),
         timeout_s=timeout_s,
     )
-    writer.save(training.rank.state(), iteration=training.done, numbers=training.rank.numbers())
+    writer.save(pipeline.state, iteration=training.done, numbers=training.rank.numbers())
     if dist.get_rank():
         writer.finish()
     of_rank_0(writer.finish, "to complete the checkpoint", timeout_s=timeout_s)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from xxhash import xxh3_64_intdigest
 
 from auto3d.capture.shard import Shard
 from auto3d.errors import InputError
+from auto3d.runtime.checkpoint_read import CheckpointReader
 from auto3d.runtime.offload import updated_parameters
 from auto3d.runtime.optimizer_state import begins_with_zeros, state_tensors
 from auto3d.runtime.rank import Rank
@@ -112,6 +114,18 @@ def hash_of(tensor: torch.Tensor) -> int:
 def optimizer_state(rank: Rank) -> dict[str, StatePart]:
     """What the optimizers of ``rank`` hold, by name."""
     return _held(rank, OF_OPTIMIZER)
+
+
+def state_of_frozen(rank: Rank, checkpoint: Path) -> dict[str, StatePart]:
+    """What the ``checkpoint`` has of the optimizer's state of parameters that ``rank`` holds and does not train, whole.
+
+    They were trained when it was written, and may be again.
+    """
+    frozen = [f"{OF_OPTIMIZER}{name}." for name, each in rank.parameters.items() if not each.requires_grad]
+    with CheckpointReader(checkpoint) as reader:
+        found = [name for name in reader.checkpoint.tensors if name.startswith(tuple(frozen))]
+        whole = {name.removeprefix(OF_OPTIMIZER): reader.whole(name) for name in found}
+    return {name: StatePart(tensor=tensor, shape=tuple(tensor.shape)) for name, tensor in whole.items()}
 
 
 def keep_optimizer_state(rank: Rank, earlier: Mapping[str, StatePart], *, timeout_s: float) -> dict[str, StatePart]:

@@ -127,6 +127,25 @@ def optimizer_settings(optimizer: torch.optim.Optimizer, model: nn.Module, *, cl
     )
 
 
+def take_thawed(
+    optimizer: torch.optim.Optimizer, model: nn.Module, frozen: Sequence[nn.Parameter], decayed: Collection[str]
+) -> list[str]:
+    """Put those of ``frozen`` into the groups of ``optimizer`` that are trained now, and return their names.
+
+    transformers has made it of the others: its first group is for those called ``decayed``, the second for the rest.
+    """
+    has = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = set(map(id, frozen)) - has
+    thawed = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) in missing
+    }
+    for name, parameter in thawed.items():
+        optimizer.param_groups[0 if name in decayed else 1]["params"].append(parameter)
+    return list(thawed)
+
+
 def tell_left_out(settings: OptimizerSettings, told: set[str]) -> None:
     """Say, on rank 0, which trained parameters are in no group of the script's optimizer, once for each (``told``)."""
     names = [name for group in settings.groups if group.script_group == LEFT_OUT for name in group.names]

@@ -11,19 +11,21 @@ from auto3d.capture.export import InputSpec
 from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan
-from auto3d.runtime.checkpoint import Checkpoints
+from auto3d.runtime.checkpoint import Checkpoints, checkpoint_folder
 from auto3d.runtime.optimizer_class import averages
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.training import Training
 from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.gather import (
+    OF_OPTIMIZER,
     check_alike,
     gather,
     keep_optimizer_state,
     make_alike,
     optimizer_state,
     scatter,
+    state_of_frozen,
 )
 from auto3d.trainer.instance import build_of, check_reached, state_of, traits_of
 from auto3d.trainer.optimizer import (
@@ -175,7 +177,18 @@ class Pipeline:
             self.training.rank.executor.note_weights(evaluation=evaluates)
         if goes_on:
             self.training.begin_after(done, numbers)
+        if checkpoints is not None:
+            self._note_learnt()
+            source = checkpoint_folder(checkpoints.folder, self.training.first)
+            self._optimizer_state = state_of_frozen(self.training.rank, source)
         return self.training
+
+    @property
+    def state(self) -> dict[str, StatePart]:
+        """What this rank holds of the training's state, that of optimizers of parameters that are frozen included."""
+        assert self.training is not None, "it has state once it has started"
+        frozen = {f"{OF_OPTIMIZER}{name}": part for name, part in self._optimizer_state.items()}
+        return self.training.rank.state() | frozen
 
     def _check_none_is_frozen(self, before: CapturedModel) -> None:
         """Raise InputError if a parameter of ``before``, with which an optimizer that averages has learnt, is frozen.
@@ -204,7 +217,12 @@ class Pipeline:
 
     def trained(self) -> None:
         """Note that the pipeline has newer weights than the model."""
-        self._is_gathered, self._learnt_by = False, self._optimizer
+        self._is_gathered = False
+        self._note_learnt()
+
+    def _note_learnt(self) -> None:
+        """Note that the ranks' optimizers have made steps for that of the script."""
+        self._learnt_by = self._optimizer
         if self._optimizer is not None and isinstance(self._optimizer.state, StateOnRanks):
             self._optimizer.state.has_learnt = True
 

@@ -43,7 +43,7 @@ from auto3d.trainer.folders import check_complete, last_complete, load_weights, 
 from auto3d.trainer.instance import kept_by_forward, separate
 from auto3d.trainer.looks import is_of_user, may_look, reached, words_of
 from auto3d.trainer.loss_mean import loss_mean_of
-from auto3d.trainer.optimizer import KEPT, StateOnRanks, numbers_of
+from auto3d.trainer.optimizer import KEPT, StateOnRanks, numbers_of, take_thawed
 from auto3d.trainer.own_loss import SMOOTHING, ComputeLoss
 from auto3d.trainer.padding import padding_of
 from auto3d.trainer.pipeline import Pipeline
@@ -130,6 +130,7 @@ class Trainer(transformers.Trainer):
         self._stands_in = False  # whether the pipeline was made for labels that stand in, since samples had none
         self._iterations: Iterator[tuple[int, IterationResult]] = iter(())
         self._made_of: tuple[Any, dict[str, Any]] = None, {}  # an optimizer of transformers, and arguments for it
+        self._frozen: list[nn.Parameter] = []  # parameters that were frozen when transformers made it
         super().__init__(
             model=model,
             args=args,
@@ -342,6 +343,7 @@ class Trainer(transformers.Trainer):
         self.create_optimizer()
         if before_it is None and self._makes_optimizer:
             self._made_of = self.optimizer, {name: getattr(self.args, name) for name in KEPT}
+            self._frozen = [each for each in self.model.parameters() if not each.requires_grad]
         made, arguments = self._made_of
         for name, before in arguments.items() if made is self.optimizer else ():
             if (value := getattr(self.args, name)) != before:
@@ -528,9 +530,7 @@ class Trainer(transformers.Trainer):
         return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        training = self._pipeline.training
-        assert training is not None, "checkpoints are written while it trains"
-        write_state(Path(output_dir), training, self._pipeline.settings.optimizer, self.args.ddp_timeout)
+        write_state(Path(output_dir), self._pipeline, self.args.ddp_timeout)
         of_rank_0(
             lambda: write_rates(Path(output_dir), self.optimizer, self.lr_scheduler),
             "to write the learning rates",
@@ -628,6 +628,8 @@ class Trainer(transformers.Trainer):
                 device=self.args.device.type,
             )
             self._first_item = int(self._loss_shifts_labels) if loss_mean in ("items", SUMMED_ITEMS) else None
+            if self.is_in_train:
+                self._take_thawed()
             return self._pipeline.start(
                 replace(data, first_item=self._first_item),
                 iterations,
@@ -637,6 +639,18 @@ class Trainer(transformers.Trainer):
                 checkpoints=checkpoints,
                 goes_on=goes_on,
             )
+
+    def _take_thawed(self) -> None:
+        """Let the optimizer that transformers has made update what has thawed since."""
+        if self._makes_optimizer and self._made_of[0] is self.optimizer:
+            decayed = self.get_decay_parameter_names(self.model)
+            names = take_thawed(self.optimizer, self.model, self._frozen, decayed)
+            if names:
+                more = f" and {len(names) - 1} more" * (len(names) > 1)
+                self._tell(
+                    f"{names[0]}{more}: frozen when the optimizer was made, and trained from now on; the optimizer of "
+                    "one process would lack what has thawed, and leave it as it is"
+                )
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:

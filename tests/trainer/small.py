@@ -7,6 +7,7 @@ from threading import Lock
 
 import numpy as np
 import torch
+import transformers
 from datasets import Dataset
 from peft import PrefixTuningConfig, get_peft_model
 from torch.nn.utils import prune
@@ -823,6 +824,32 @@ class Thaws(TrainerCallback):
             model.lm_head.requires_grad_(False)
         if state.global_step == 4:
             model.requires_grad_(True)
+
+
+class Pauses(TrainerCallback):
+    """A layer is frozen in the third and fourth step."""
+
+    def on_step_begin(self, args, state, control, model=None, **_):
+        model.model.layers[0].requires_grad_(not 2 <= state.global_step < 4)
+
+
+class Warms(TrainerCallback):
+    """The layers are frozen in the first two steps, and when the optimizer is made."""
+
+    def on_step_begin(self, args, state, control, model=None, **_):
+        model.model.layers.requires_grad_(state.global_step >= 2)
+
+
+class OfAllParameters(transformers.Trainer):
+    """Its optimizer has all parameters, also those that are frozen, as that of a pipeline takes them once they thaw."""
+
+    def create_optimizer(self, *arguments):
+        frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
+        self.model.requires_grad_(True)
+        made = super().create_optimizer(*arguments)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        return made
 
 
 class Slows(TrainerCallback):

@@ -461,16 +461,22 @@ class ThawsAll(transformers.TrainerCallback):
 
 
 def printed(world, folder, port):
-    """What rank 0 prints of a training in which parameters thaw that its optimizer lacks."""
+    """What is printed where parameters thaw: with the optimizer of transformers, and with one that lacks them."""
     begin(world, folder, port)
-    model = small.llama()
-    model.model.layers.requires_grad_(False)
-    with redirect_stdout(StringIO()) as found:
-        small.trainer(model, callbacks=[ThawsAll()]).train()
-    return found.getvalue()
+    found = []
+    for is_own in (False, True):
+        model = small.llama()
+        model.model.layers.requires_grad_(False)
+        own = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad]) if is_own else None
+        with redirect_stdout(StringIO()) as text:
+            small.trainer(model, callbacks=[ThawsAll()], optimizers=(own, None)).train()
+        found.append(text.getvalue())
+    return found
 
 
-def test_a_line_says_once_that_the_optimizer_lacks_what_thaws(processes, tmp_path):
-    first, other = processes.run(2, printed, tmp_path, free_port())
-    assert first.count("trained, but in no group of the optimizer, which leaves it as it is") == 1
-    assert "auto3d: " not in other
+def test_a_line_says_once_whether_an_optimizer_takes_what_thaws(processes, tmp_path):
+    (made, own), others = processes.run(2, printed, tmp_path, free_port())
+    assert made.count("frozen when the optimizer was made, and trained from now on") == 1
+    assert own.count("trained, but in no group of the optimizer, which leaves it as it is") == 1
+    assert made.count("auto3d: ") == own.count("auto3d: ") == 1
+    assert "auto3d: " not in "".join(others)

@@ -497,6 +497,39 @@ def test_what_a_callback_changes_holds_as_in_one_transformers_process(degrees, p
                 assert value == pytest.approx(one[name][1][key], rel=1e-3, abs=2e-5), (name, key)
 
 
+def frozen_and_resumed(world, folder, port, *classes, **degrees):
+    """The losses of a training that freezes and thaws, and of what goes on from its fourth step, by the callback."""
+    begin(world, folder, port, ours=not classes, **degrees)
+    options = {"gradient_accumulation_steps": 4 // degrees.get("dp", 1), "max_steps": 7, "weight_decay": 0.1}
+    found = {}
+    for callback in (small.Pauses, small.Warms):
+
+        def made(callback=callback, **more):
+            model = small.llama()
+            model.model.layers.requires_grad_(callback is not small.Warms)
+            kinds = classes or (Trainer, TrainingArguments)
+            return small.trainer(model, callbacks=[callback()], classes=kinds, **options, **more)
+
+        whole = losses(made(save_strategy="steps", save_steps=3))
+        resumed = made()
+        resumed.train(resume_from_checkpoint="out/checkpoint-3")
+        found[callback.__name__] = whole, [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
+    return found
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 2}, *soak({"tp": 2}, {"dp": 2, "pp": 2})], ids=str)
+def test_what_an_optimizer_has_learnt_of_frozen_parameters_is_part_of_a_checkpoint(degrees, processes, tmp_path):
+    """Also where a callback changes what is trained before the first step that follows."""
+    classes = small.OfAllParameters, transformers.TrainingArguments
+    (one,) = processes.run(1, frozen_and_resumed, tmp_path, None, *classes)
+    for found in processes.run(prod(degrees.values()), partial(frozen_and_resumed, **degrees), tmp_path, free_port()):
+        for name, (whole, resumed) in one.items():
+            assert resumed == whole
+            assert len(whole) == 7
+            for each in found[name]:
+                assert each == pytest.approx(whole, rel=1e-4), name
+
+
 def resumed_at_another_rate(world, folder, port):
     """Losses and rates of steps 5 and 6: of a whole training, and of one that goes on from step 4."""
     begin(world, folder, port)
