@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from shlex import join
 
 import pytest
 
@@ -63,7 +64,8 @@ def submit(cluster: SlurmCluster, folder: Path, *options: str) -> str:
     command = folder / ".venv" / "bin" / "auto3d"
     command.parent.mkdir(parents=True)
     script = REPOSITORY / "tests" / "slurm" / "find_gpu.py"
-    command.write_text(f"#!/bin/sh\nPATH={write_nvidia_smi(folder / 'bin')}:$PATH exec {sys.executable} {script}\n")
+    tools = write_nvidia_smi(folder / "bin")
+    command.write_text(f"#!/bin/sh\nPATH={tools}:$PATH exec {join([sys.executable, str(script)])}\n")
     command.chmod(0o755)
     (folder / "slurm").symlink_to(REPOSITORY / "slurm")
     template = "slurm/train.sbatch"

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from shlex import join
 
 import click
 import pytest
@@ -267,9 +268,9 @@ def test_a_file_that_cannot_be_read_or_written_is_told_in_one_line(folder, auto3
 
 
 def test_a_reader_that_goes_away_is_no_error(folder):
-    done = run(folder, "bash", "-c", f"set -o pipefail; {' '.join(AUTO3D)} keys | head -c 10")
+    done = run(folder, "bash", "-c", f"set -o pipefail; {join(AUTO3D)} keys | head -c 10")
     assert done.stderr == ""
-    closed = run(folder, "bash", "-c", f"{' '.join(AUTO3D)} keys >&-")
+    closed = run(folder, "bash", "-c", f"{join(AUTO3D)} keys >&-")
     assert closed.stderr == ""
 
 

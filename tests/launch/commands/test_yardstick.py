@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from shlex import join
 
 import pytest
 
@@ -12,7 +13,7 @@ SMALL = ("--set", "t4x16-gpt2", "--set", "trace_dp2_pp4")
 @pytest.mark.soak
 def test_the_table_and_the_pages_of_a_small_set(auto3d, folder):
     """Measured layers need no capture. A second run gives the same bytes."""
-    command = ["yardstick", *SMALL, "--program", f"{sys.executable} {EXAMPLE}", "--out"]
+    command = ["yardstick", *SMALL, "--program", join([sys.executable, str(EXAMPLE)]), "--out"]
     printed = auto3d(*command, "first")
     lines = [line.split() for line in printed.out.splitlines() if line.startswith(("t4x16", "trace"))]
     rows = {words[1]: words for words in lines}

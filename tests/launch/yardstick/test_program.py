@@ -3,6 +3,7 @@
 import csv
 import sys
 from pathlib import Path
+from shlex import join, quote
 
 import pytest
 
@@ -15,6 +16,7 @@ from launch.yardstick.program import program
 from launch.yardstick.sets.h100_llama import SET
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "yardstick_predictor.py"
+PYTHON = quote(sys.executable)  # the clone may be in a folder with a space in its name
 COPY = "import csv, sys; rows = list(csv.DictReader(sys.stdin)); "
 
 
@@ -32,7 +34,7 @@ def asked():
 
 
 def ask(asked, code, *, timeout_s=30.0):
-    one = program(f'{sys.executable} -c "{code}"', timeout_s=timeout_s)
+    one = program(f'{PYTHON} -c "{code}"', timeout_s=timeout_s)
     return one.predict(asked, lambda words: None)
 
 
@@ -57,7 +59,7 @@ def test_a_program_reads_the_run_and_its_answer_counts(asked, tmp_path):
 
 
 def test_the_example(asked):
-    one = program(f"{sys.executable} {EXAMPLE}", timeout_s=30)
+    one = program(join([sys.executable, str(EXAMPLE)]), timeout_s=30)
     assert one.name == "yardstick_predictor.py"
     for found, run in zip(one.predict(asked, lambda words: None), asked.runs, strict=True):
         case = case_of(asked.measured, asked.recipe, run)
@@ -123,5 +125,5 @@ def test_a_program_that_cannot_run(asked):
 
 def test_no_shell_reads_the_command(asked, tmp_path):
     with pytest.raises(InputError, match="lacks the column id"):
-        program(f"{sys.executable} -c pass; touch {tmp_path}/made", timeout_s=30).predict(asked, lambda words: None)
+        program(f"{PYTHON} -c pass; touch {tmp_path}/made", timeout_s=30).predict(asked, lambda words: None)
     assert not (tmp_path / "made").exists()
