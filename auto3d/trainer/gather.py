@@ -17,6 +17,7 @@ from auto3d.runtime.optimizer_state import begins_with_zeros, state_tensors
 from auto3d.runtime.rank import Rank
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.waiting import waiting_for
+from auto3d.trainer.rank_zero import first_and_more, tell
 
 PREFIX = "model."  # names of parameters and buffers begin with it in Rank.state()
 OF_OPTIMIZER = "optimizer."
@@ -87,12 +88,10 @@ def make_alike(whole: Mapping[str, torch.Tensor], *, timeout_s: float) -> None:
             )
         with waiting_for(f"{name}, which rank 0 sends", timeout_s):
             dist.broadcast(whole[name], 0)
-    if names and dist.get_rank() == 0:
-        more = f" and {len(names) - 1} more" * (len(names) > 1)
-        print(
-            f"auto3d: the ranks have built other initial values of {names[0]}{more}: all train those of rank 0; call "
-            "set_seed before the model is built to have the same in each run",
-            flush=True,
+    if names:
+        tell(
+            f"the ranks have built other initial values of {first_and_more(names)}: all train those of rank 0; call "
+            "set_seed before the model is built to have the same in each run"
         )
 
 

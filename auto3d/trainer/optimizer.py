@@ -28,7 +28,7 @@ from auto3d.runtime.optimizer_class import (
     use_weights,
 )
 from auto3d.runtime.settings import OptimizerSettings, ParameterGroup
-from auto3d.trainer.setup import setup
+from auto3d.trainer.rank_zero import first_and_more, tell
 
 KEPT = ("optim", "optim_args", "adam_epsilon", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2")
 """Arguments with which transformers makes an optimizer, which keeps them."""
@@ -129,8 +129,8 @@ def optimizer_settings(optimizer: torch.optim.Optimizer, model: nn.Module, *, cl
 
 def take_thawed(
     optimizer: torch.optim.Optimizer, model: nn.Module, frozen: Sequence[nn.Parameter], decayed: Collection[str]
-) -> list[str]:
-    """Put those of ``frozen`` into the groups of ``optimizer`` that are trained now, and return their names.
+) -> None:
+    """Put those of ``frozen`` into the groups of ``optimizer`` that are trained now, and say so.
 
     transformers has made it of the others: its first group is for those called ``decayed``, the second for the rest.
     """
@@ -143,7 +143,11 @@ def take_thawed(
     }
     for name, parameter in thawed.items():
         optimizer.param_groups[0 if name in decayed else 1]["params"].append(parameter)
-    return list(thawed)
+    if thawed:
+        tell(
+            f"{first_and_more(list(thawed))}: frozen when the optimizer was made, and trained from now on; the "
+            "optimizer of one process would lack what has thawed, and leave it as it is"
+        )
 
 
 def tell_left_out(settings: OptimizerSettings, told: set[str]) -> None:
@@ -151,12 +155,10 @@ def tell_left_out(settings: OptimizerSettings, told: set[str]) -> None:
     names = [name for group in settings.groups if group.script_group == LEFT_OUT for name in group.names]
     names = [name for name in names if name not in told]
     told.update(names)
-    if names and not setup().world.rank:
-        more = f" and {len(names) - 1} more" * (len(names) > 1)
-        print(
-            f"auto3d: {names[0]}{more}: trained, but in no group of the optimizer, which leaves it as it is, as in "
-            "transformers",
-            flush=True,
+    if names:
+        tell(
+            f"{first_and_more(names)}: trained, but in no group of the optimizer, which leaves it as it is, as in "
+            "transformers"
         )
 
 

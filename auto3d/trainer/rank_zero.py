@@ -1,14 +1,26 @@
-"""What rank 0 alone does, and all ranks get the result of."""
+"""What rank 0 alone does: it prints, and all ranks get the result of what it makes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from auto3d.errors import InputError
 from auto3d.runtime.waiting import waiting_for
+from auto3d.trainer.setup import setup
 
 Result = TypeVar("Result")
+
+
+def tell(line: str) -> None:
+    """Print ``line`` on rank 0."""
+    if not setup().world.rank:
+        print(f"auto3d: {line}", flush=True)
+
+
+def first_and_more(names: Sequence[str]) -> str:
+    """In words, the first of ``names``, and how many others there are."""
+    return names[0] + f" and {len(names) - 1} more" * (len(names) > 1)
 
 
 def of_rank_0(make: Callable[[], Result], what: str, *, timeout_s: float) -> Result:

@@ -48,7 +48,7 @@ from auto3d.trainer.own_loss import SMOOTHING, ComputeLoss
 from auto3d.trainer.padding import padding_of
 from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.predictions import stand_in_labels
-from auto3d.trainer.rank_zero import of_rank_0
+from auto3d.trainer.rank_zero import of_rank_0, tell
 from auto3d.trainer.rates import check_rates, check_saved, follows_metric, load_rates, write_rates
 from auto3d.trainer.samples import CollatedData, InOrder, TrainOrder, samples_of
 from auto3d.trainer.stream import Stream, check_stream, is_stream, read_whole
@@ -287,7 +287,7 @@ class Trainer(transformers.Trainer):
         """The order of the training's samples."""
         global_batch = self._pipeline.batch.global_batch
         if is_stream(loader.dataset):
-            return Stream(loader.dataset, global_batch=global_batch, seed=self.args.seed, tell=self._tell)
+            return Stream(loader.dataset, global_batch=global_batch, seed=self.args.seed, tell=tell)
         return TrainOrder(loader, global_batch=global_batch, iterations_per_epoch=self._updates_per_epoch)
 
     def _init_training_state(self, *arguments: Any, **named: Any) -> tuple[int, int]:
@@ -398,7 +398,7 @@ class Trainer(transformers.Trainer):
         """Run the iterations of one epoch, with the events, logs, evaluations and checkpoints of transformers."""
         args, result, learning_rate = self.args, None, None
         if self.state.global_step >= self._max_steps:  # transformers would make one step more
-            self._tell(f"{resume_from_checkpoint}: all {self._max_steps} steps are done; none is left")
+            tell(f"{resume_from_checkpoint}: all {self._max_steps} steps are done; none is left")
             self.control.should_training_stop = True
             return
 
@@ -499,7 +499,7 @@ class Trainer(transformers.Trainer):
         place = self._pipeline.value_changed
         if place and not self._has_told_of_values:
             self._has_told_of_values = True
-            self._tell(
+            tell(
                 f"{place} has changed, and the code of the model or its loss may read it: the pipeline is built again, "
                 "here and whenever such a value changes; a number that changes often may be a buffer of the model, "
                 "which a callback sets"
@@ -628,8 +628,9 @@ class Trainer(transformers.Trainer):
                 device=self.args.device.type,
             )
             self._first_item = int(self._loss_shifts_labels) if loss_mean in ("items", SUMMED_ITEMS) else None
-            if self.is_in_train:
-                self._take_thawed()
+            if self.is_in_train and self._frozen and self._made_of[0] is self.optimizer:
+                decayed = self.get_decay_parameter_names(self.model)
+                take_thawed(self.optimizer, self.model, self._frozen, decayed)
             return self._pipeline.start(
                 replace(data, first_item=self._first_item),
                 iterations,
@@ -639,18 +640,6 @@ class Trainer(transformers.Trainer):
                 checkpoints=checkpoints,
                 goes_on=goes_on,
             )
-
-    def _take_thawed(self) -> None:
-        """Let the optimizer that transformers has made update what has thawed since."""
-        if self._makes_optimizer and self._made_of[0] is self.optimizer:
-            decayed = self.get_decay_parameter_names(self.model)
-            names = take_thawed(self.optimizer, self.model, self._frozen, decayed)
-            if names:
-                more = f" and {len(names) - 1} more" * (len(names) > 1)
-                self._tell(
-                    f"{names[0]}{more}: frozen when the optimizer was made, and trained from now on; the optimizer of "
-                    "one process would lack what has thawed, and leave it as it is"
-                )
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -771,10 +760,6 @@ class Trainer(transformers.Trainer):
         ]
 
     # Between this rank and the others
-
-    def _tell(self, line: str) -> None:
-        if self.args.process_index == 0:
-            print(f"auto3d: {line}", flush=True)
 
     def _add_loss(self, loss: float) -> None:
         """Add the loss of an iteration to the sum since the last log, as transformers does."""

@@ -389,7 +389,7 @@ def test_trying_an_optimizer_starts_no_threads_which_a_fork_would_lose():
         "import os, torch; torch.set_num_threads(2)\n"
         f"import {__name__}\n"
         "from auto3d.runtime.optimizer_class import check_resumes, is_elementwise, traits_of\n"
-        "from auto3d.runtime.optimizer_memory import flops_of_parameters, state_elements\n"
+        "from auto3d.runtime.optimizer_memory import state_elements\n"
         "from auto3d.runtime.settings import OptimizerSettings\n"
         "before = len(os.listdir('/proc/self/task'))\n"
         f"for name in ('muon', '{__name__}:Plain'):\n"

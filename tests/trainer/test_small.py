@@ -23,8 +23,8 @@ from tests.trainer.scripts import EXAMPLES, begin, free_port
 TOLERANCE = 0.02  # relative difference of losses in low precision
 
 
-def losses(trainer):
-    trainer.train()
+def losses(trainer, **named):
+    trainer.train(**named)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -511,9 +511,7 @@ def frozen_and_resumed(world, folder, port, *classes, **degrees):
             return small.trainer(model, callbacks=[callback()], classes=kinds, **options, **more)
 
         whole = losses(made(save_strategy="steps", save_steps=3))
-        resumed = made()
-        resumed.train(resume_from_checkpoint="out/checkpoint-3")
-        found[callback.__name__] = whole, [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
+        found[callback.__name__] = whole, losses(made(), resume_from_checkpoint="out/checkpoint-3")
     return found
 
 

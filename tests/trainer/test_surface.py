@@ -165,7 +165,8 @@ def touched(world, folder, port, *classes, names):
             weights = [(parameter.dtype, described(parameter.abs())) for parameter in trainer.model.parameters()]
             losses = [round(entry["loss"], 3) for entry in trainer.state.log_history if "loss" in entry]
             found[name] = calls.returned, losses, weights, trainer.model.training
-        transformers.LlamaForCausalLM._auto_class = None  # what register_for_auto_class sets, for all later models
+        # register_for_auto_class sets it on the class, so that later models could not be saved.
+        transformers.LlamaForCausalLM._auto_class = None
     return found
 
 
