@@ -11,6 +11,7 @@ from typing import Any
 from auto3d.errors import InputError
 from launch.recipe.words import counted
 
+RUN = ("commit", "date", "seconds", "pace", "exit code", "machine", "last line")  # columns of the runs of a part
 WIDTH, HEIGHT, MARGIN = 160, 28, 3  # pixels; a history is drawn so large
 
 
@@ -50,6 +51,7 @@ class Record:
     code: int  # exit code of the command
     summary: str  # the last line that it printed
     figures: tuple[Target, ...]
+    pace: float | None = None  # seconds of a fixed loop beside it: how fast the machine was; None in older records
 
 
 def records_in(file: Path) -> list[Record]:
@@ -62,6 +64,10 @@ def records_in(file: Path) -> list[Record]:
 
 def _record(fields: dict[str, Any]) -> Record:
     return Record(**fields | {"figures": tuple(Target(**figure) for figure in fields["figures"])})
+
+
+def shown_pace(record: Record) -> str:
+    return "" if record.pace is None else f"{record.pace:.2f}"
 
 
 def is_release(folder: Path) -> bool:
@@ -99,13 +105,16 @@ def release_page(folder: Path) -> str:
 def _section(name: str, records: Sequence[Record]) -> str:
     last = records[-1]
     failed = f', <span class="bad">failed with exit code {last.code}</span>' if last.code else ""
-    runs = [(r.commit, r.date, f"{r.seconds:,.0f}", str(r.code), r.machine, r.summary) for r in reversed(records)]
+    runs = [
+        (r.commit, r.date, f"{r.seconds:,.0f}", shown_pace(r), str(r.code), r.machine, r.summary)
+        for r in reversed(records)
+    ]
     return f"""<section>
 <h2 id="{escape(name)}">{escape(name)}</h2>
 <p class="note"><code>{escape(last.command)}</code>, {last.seconds:,.0f} s at {escape(last.commit)}{failed}</p>
 {_figures(records)}
 <details><summary>{counted(len(records), "run")}</summary>
-{_table(("commit", "date", "seconds", "exit code", "machine", "last line"), [[escape(v) for v in run] for run in runs])}
+{_table(RUN, [[escape(value) for value in run] for run in runs])}
 </details>
 </section>
 """

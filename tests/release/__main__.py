@@ -10,7 +10,9 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
+from timeit import timeit
 
 from auto3d.runtime.measurement import Environment
 from launch.report.release import Record
@@ -28,7 +30,7 @@ def run(part: Part) -> Record:
         programs = str(Path(sys.executable).parent)
         environment = os.environ | {"AUTO3D_FIGURES": str(figures), "PATH": f"{programs}:{os.environ['PATH']}"}
         environment["MAKEFLAGS"] = "--no-print-directory"  # the last line of a part is its result
-        commit, begun, last = commit_here(), time.monotonic(), ""
+        commit, before, begun, last = commit_here(), pace(), time.monotonic(), ""
         process = subprocess.Popen(
             part.command,  # one of parts.py
             shell=True,
@@ -42,16 +44,23 @@ def run(part: Part) -> Record:
         for line in process.stdout:
             print(line, end="", flush=True)
             last = line.strip() or last
+        seconds, code = round(time.monotonic() - begun, 1), process.wait()
         return Record(
             commit=commit,
             date=f"{datetime.now(UTC):%Y-%m-%d}",
             machine=_machine(),
             command=part.command,
-            seconds=round(time.monotonic() - begun, 1),
-            code=process.wait(),
+            seconds=seconds,
+            code=code,
             summary=last.replace(f"{ROOT}/", "")[:120].replace("|", "/"),
             figures=tuple(read_figures(figures)),
+            pace=round((before + pace()) / 2, 2),
         )
+
+
+def pace() -> float:
+    """Seconds of a fixed loop of Python, the median of three."""
+    return median(timeit("for i in range(10**7): s += i * i", "s = 0", number=1) for _ in range(3))
 
 
 def _machine() -> str:

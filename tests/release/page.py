@@ -5,19 +5,20 @@ from pathlib import Path
 import yaml
 from tabulate import tabulate
 
-from launch.report.release import Record, Target
+from launch.report.release import Record, Target, shown_pace
 from tests.release.parts import PARTS, Part
 from tests.release.records import changed_since, records_of
 
 FILE = Path("results/README.md")
 MISSED: dict[str, str] = yaml.safe_load(Path(__file__).with_name("missed.yaml").read_text()) or {}
 FIGURES = ("part", "figure", "found", "target", "met")
-HEADINGS = ("part", "commit", "date", "command", "seconds", "result", "targets met", "state")
+HEADINGS = ("part", "commit", "date", "command", "seconds", "pace", "result", "targets met", "state")
 TEXT = """# Results
 
 Written by `make release`; `make release PART=NAME` runs one part, and `make release PART=page` only writes this page.
 Each part keeps every run with its commit in `results/release/`. *out of date*: files that the part tries were changed
-after that commit.
+after that commit. *pace*: seconds of ten million steps of a loop of Python before and after the part, the mean; where
+it is larger, the machine was slower, and so is every time of that part.
 
 {table}
 
@@ -69,14 +70,14 @@ def page() -> str:
     for part in PARTS:
         records = records_of(part)
         if not records:
-            rows.append((part.name, "", "", f"`{part.command}`", "", "", "", "never run"))
+            rows.append((part.name, "", "", f"`{part.command}`", "", "", "", "", "never run"))
             continue
         last = records[-1]
         machines.setdefault(last.machine, []).append(part.name)
         short = [figure for figure in last.figures if figure.missed]
         state = state_of(part)
         targets = f"{len(last.figures) - len(short)} of {len(last.figures)}" if last.figures else "–"
-        run = last.commit, last.date, f"`{last.command}`", f"{last.seconds:.0f}", last.summary
+        run = last.commit, last.date, f"`{last.command}`", f"{last.seconds:.0f}", shown_pace(last), last.summary
         rows.append((part.name, *run, targets, state))
         figures += [(part.name, *_cells(one), "no" if one.missed else "yes") for one in last.figures]
         for one in short:
