@@ -131,6 +131,7 @@ class Candidate:
     )
     partition: str = _axis(
         default="uniform",
+        meaning="way to cut the model into stages (docs/partition.md)",
         trying="ways to cut the model into stages; auto: all",
         tried=("uniform",),
         every=lambda cluster, batch: list(SEARCHED_METHODS),
@@ -140,6 +141,7 @@ class Candidate:
     )
     placement: str = _axis(
         default=MEGATRON,
+        meaning="order of the ranks on the cluster (docs/search.md)",
         trying="ways to place ranks on the cluster; auto: on several nodes Megatron-LM's order, other orders, and "
         "AMP's tilings; on one node only Megatron-LM's, since all are alike there",
         every=lambda cluster, batch: list(PLACEMENTS) if len(cluster.nodes) > 1 else [MEGATRON],
@@ -150,8 +152,9 @@ class Candidate:
     )
     replicas: str = _axis(
         default=EQUAL,
-        trying="replicas of stages: equal, or uneven (each pipeline has more devices than stages; slower stages get "
+        meaning="replicas of stages: equal, or uneven (each pipeline has more devices than stages; slower stages get "
         "more)",
+        trying="values of plan.replicas to try",
         tried=(EQUAL,),
         every=lambda cluster, batch: REPLICAS,
         takes=REPLICAS,
@@ -225,6 +228,8 @@ class Candidate:
     )
     cuts: tuple[int, ...] | None = None
     """Bounds of the stages, as indices into the model's cuts; they override ``partition``. No axis."""
+    kept: tuple[float, ...] | None = None
+    """The fraction of its subgraphs that each stage keeps, where ``recompute`` is full. No axis."""
 
     def __str__(self) -> str:
         return f"{usual_choices(vars(self))} {self.more}".rstrip()

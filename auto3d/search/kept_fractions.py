@@ -36,7 +36,10 @@ class KeptFractions:
 
     def plan(self, first: float) -> Plan:
         """The plan for α₁ = ``first``; if every stage keeps everything, without recomputation if that is an option."""
-        fractions = kept_fractions(self._in_flight, first)
+        return self.plan_of(kept_fractions(self._in_flight, first))
+
+    def plan_of(self, fractions: Sequence[float]) -> Plan:
+        """The plan whose stages keep these ``fractions`` of their subgraphs, as far as they recompute."""
         stages = tuple(
             keep_last(stage, starts, fraction) if starts else stage
             for stage, starts, fraction in zip(self._plan.stages, self._starts, fractions, strict=True)

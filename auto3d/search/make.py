@@ -223,6 +223,8 @@ class PlanMaker:
         if SCHEDULES[name].asynchronous:
             schedule = build_schedule(name, **sizes, **options)
             self.planned.check_trainable(schedule, plan.stages, samples, clip_norm=self.workload.clip_norm)
+        if candidate.kept is not None:
+            return self._kept_fractions(plan).plan_of(_checked_kept(candidate, form))
         if candidate.recompute not in (NONE, FULL, AUTO):
             plan = self._kept_fractions(plan).plan(float(candidate.recompute))
         return plan
@@ -324,9 +326,8 @@ class PlanMaker:
                 or (wanted[0], wanted[-1]) != (0, len(cuts) - 1)
                 or sorted(set(wanted)) != wanted
             ):
-                raise PlanError(
-                    f"partition_cuts: {wanted} must be {count + 1} rising numbers from 0 to {len(cuts) - 1}"
-                )
+                takes = f"{count + 1} rising numbers from 0 to {len(cuts) - 1}"
+                raise PlanError(f"partition_cuts, or plan.cuts: {wanted} must be {takes}")
             return stages_between([cuts[place] for place in wanted])
         method = method_named(candidate.partition, STAGE_METHODS, key="partition")
         if form.stages == 1:
@@ -370,6 +371,16 @@ class PlanMaker:
             stages=tuple(replace(stage, replicas=count) for stage, count in zip(stages, counts, strict=True)),
             placement=place_replicas(counts, dp=candidate.dp, tp=candidate.tp),
         )
+
+
+def _checked_kept(candidate: Candidate, form: Shape) -> tuple[float, ...]:
+    """``candidate.kept``; raises PlanError unless it has one fraction for each stage that ``form`` recomputes."""
+    assert candidate.kept is not None
+    if candidate.recompute != FULL:
+        raise PlanError(f"kept: found together with recompute: {candidate.recompute}; it belongs to recompute: full")
+    if len(candidate.kept) != form.stages:
+        raise PlanError(f"kept: found {len(candidate.kept)} fractions; it takes one for each of {form.stages} stages")
+    return candidate.kept
 
 
 def _tensor_choices(candidate: Candidate, samples: int) -> dict[str, Any]:

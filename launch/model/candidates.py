@@ -56,7 +56,9 @@ def candidate_of(wanted: PlanRecipe) -> Candidate:
     if ORDER in wanted.schedule_options:
         raise InputError(f"schedule_options.{ORDER}: a recipe names the file of an order: use {{file: FILE}}")
     choices = {name: getattr(wanted, name) for name, axis in AXES.items() if axis.meaning}
-    return Candidate(**choices | {"schedule": write_schedule(wanted.schedule, wanted.schedule_options)})
+    schedule = write_schedule(wanted.schedule, wanted.schedule_options)
+    cuts, kept = tuple(wanted.cuts) or None, tuple(wanted.kept) or None
+    return Candidate(**choices | {"schedule": schedule}, cuts=cuts, kept=kept)
 
 
 def exact_plans(recipe: LoadedRecipe, maker: PlanMaker | None = None) -> Callable[[Ranked], Plan]:

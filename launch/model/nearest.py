@@ -18,8 +18,13 @@ from launch.recipe.words import counted
 
 def no_plan_found(recipe: LoadedRecipe, search: Search) -> RecipeError:
     """The error of a ``search`` without a plan. That none can run, it says only if all candidates were looked at."""
+    refused = search.refused()
+    if not search.ended_by and not refused.total:
+        every = counted(len(search.domain), "candidate")
+        problem = f"{recipe.values.search.algorithm} makes no plan of this search space: it takes none of its {every}"
+        return recipe.error("search.algorithm", problem)
     if not search.ended_by:
-        return none_runs(recipe, search.refused(), search.maker, search.lacking_memory)
+        return none_runs(recipe, refused, search.maker, search.lacking_memory)
     key = f"search.{search.ended_by}"
     problem = (
         f"no plan found before {key} = {getattr(search.budget, search.ended_by):g} ended the search: "

@@ -46,6 +46,12 @@ class SearchRecipe(_SearchAxes):
         "replicas say",
         choices=(AUTO, *ALGORITHMS),
     )
+    planners: list[str] = key(
+        [],
+        "planners whose own plans a sweep runs as well, each as a row with its name: the plan that each of these "
+        "algorithms finds alone",
+        choices=tuple(ALGORITHMS),
+    )
     candidates: int | None = key(
         None, "most candidates that a search looks at; none: 2000, or 500 if the algorithm is amp", least=1
     )
@@ -78,4 +84,16 @@ class PlanRecipe(_PlanAxes):
         {},
         "options of the schedule, as in {chunks: 4, sync: eager}, or {file: FILE} for a synthesized one of a file",
         values=(int, str),
+    )
+    cuts: list[int] = key(
+        [],
+        "bounds of the stages in subgraphs of the model, from 0 to their number, as in [0, 13, 25]; none: partition "
+        "chooses them",
+        least=0,
+    )
+    kept: list[float] = key(
+        [],
+        "with recompute: full, the fraction of its subgraphs that each stage does not recompute, as in [0.5, 1]",
+        least=0,
+        most=1,
     )

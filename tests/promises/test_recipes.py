@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from auto3d.schedule import parse_schedule, write_schedule
+from launch.model.candidates import candidate_of
+from launch.recipe.load import load
 from tests.promises.counts import COMMITTED, check, counted
 from tests.promises.running import ROOT, run
 
 RECIPES = sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml"))
 LONGEST_FIRST = sorted(RECIPES, key=lambda name: (name[:3] != "gpt", name))
+OF_PAPERS = ("gpt1.4b", "gpt2.5b", "gpt8.3b", "gpt20b", "gpt175b", "bert48", "gpt2-64")
 SCRIPTS = ("gpt20b", "mixed", "tiny")
 
 
@@ -39,9 +43,22 @@ def test_a_recipe_is_planned_from_an_empty_cache(name: str, tmp_path: Path):
     if name in published_plans():
         seconds, dp, tp, pp = best.groups()
         assert published_plans()[name] == (f"{float(seconds):.4g}", f"dp {dp} × tp {tp} × pp {pp}")
+    if name in OF_PAPERS:
+        check_own_plan(name, printed[best.start() :].splitlines()[0])
     if name in SCRIPTS:
         dry_run = f"auto3d sweep {name} launch.executor=slurm search.max_trials=2 --dry-run"
         check_scripts(run(dry_run, tmp_path, cache=cache))
+
+
+def check_own_plan(name: str, best: str) -> None:
+    """The recipe's own plan, for a training, is the best that its search finds: the first row of what `plan` prints."""
+    own = candidate_of(load(name).values.plan)
+    schedule, options = parse_schedule(own.schedule)
+    sync = str(options.pop("sync", own.sync))
+    words = re.split(r"  +", best)[2:]  # after the seconds, and the interval
+    wanted = [own.dp, own.tp, own.pp, own.micro_batch_size, write_schedule(schedule, options), own.recompute]
+    assert words[:8] == [*map(str, wanted), own.partition, own.placement]
+    assert words[8:] == ([] if sync == "lazy" else [f"sync={sync}"])
 
 
 def check_scripts(printed: str) -> None:
