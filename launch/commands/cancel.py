@@ -4,7 +4,7 @@ import click
 
 from launch.drivers.background import end_driver
 from launch.drivers.status import cancel_trials
-from launch.recipe.load import load
+from launch.papers.stored import loaded_run
 from launch.recipe.words import counted
 
 
@@ -16,7 +16,7 @@ def cancel(recipe: str, trial: str | None) -> int:
 
     `auto3d resume` runs them again.
     """
-    loaded = load(recipe)
+    loaded = loaded_run(recipe)
     if trial is None and (pid := end_driver(loaded)) is not None:
         print(f"asked process {pid}, which runs trials in the background, to end")
     cancelled = cancel_trials(loaded, trial)

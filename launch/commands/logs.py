@@ -3,7 +3,7 @@
 import click
 
 from launch.drivers.status import print_logs
-from launch.recipe.load import load
+from launch.papers.stored import loaded_run
 
 
 @click.command()
@@ -15,5 +15,5 @@ def logs(recipe: str, trial: str, follow: bool) -> int:
 
     TRIAL is the trial's name, or any part of it that no other trial has.
     """
-    print_logs(load(recipe), trial, follow=follow)
+    print_logs(loaded_run(recipe), trial, follow=follow)
     return 0

@@ -5,11 +5,10 @@ import click
 from auto3d.garbage import garbage_collection_paused
 from launch.commands.consoles import err
 from launch.commands.exit_codes import INTERRUPTED
-from launch.commands.options import recipe_command
+from launch.commands.options import load_for, recipe_command
 from launch.console.progress import search_progress
 from launch.console.ranking import print_plans
 from launch.model.search import search_recipe
-from launch.recipe.load import load
 
 
 @recipe_command
@@ -28,7 +27,7 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, show_all: bool)
     the search. Ctrl-C ends it, and the best plans so far are printed.
     """
     with garbage_collection_paused():
-        loaded = load(recipe, overrides)
+        loaded = load_for("plan", recipe, overrides)
         with search_progress(err) as tell:
             search = search_recipe(loaded, tell, keep_interrupted=True)
         print_plans(loaded, search, as_json=as_json, show_all=show_all)

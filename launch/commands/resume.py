@@ -6,7 +6,7 @@ from launch.commands.tune import tune_on
 from launch.drivers.status import resumed, trained_here
 from launch.drivers.sweep import Retry
 from launch.executors.submit import cancel_listed_again
-from launch.recipe.load import load
+from launch.papers.stored import loaded_run
 from launch.slurm.executor import check_reachable, on_slurm
 
 
@@ -16,12 +16,17 @@ def resume(recipe: str, overrides: tuple[str, ...]) -> int:
 
     It follows trials that are running, and runs those that are missing or failed. A trial that failed or timed out is
     started at most launch.attempts times; a training continues from its newest checkpoint. A job that SLURM requeued
-    although its trial has ended is cancelled. OVERRIDES, if given, replace those of that command.
+    although its trial has ended is cancelled. The name paper-ITEM stands for `auto3d paper ITEM --run`. OVERRIDES, if
+    given, replace those of that command.
     """
-    loaded, command = resumed(load(recipe, overrides))
+    loaded, command = resumed(loaded_run(recipe, overrides))
     check_reachable(loaded)
     if on_slurm(loaded):
         cancel_listed_again(loaded)
+    if command.item is not None:
+        from launch.commands.paper import run_item
+
+        return run_item(command.item, overrides or command.overrides, Retry.UP_TO_A_LIMIT)
     if command.verb == "train":
         from launch.commands.train import train_on  # it imports torch, which a sweep of days does without
 

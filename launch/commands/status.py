@@ -5,7 +5,7 @@ import click
 from launch.commands.consoles import err
 from launch.commands.options import recipe_command
 from launch.drivers.status import standings, summary, table, watch
-from launch.recipe.load import load
+from launch.papers.stored import loaded_run
 
 
 @recipe_command
@@ -15,7 +15,7 @@ def status(recipe: str, overrides: tuple[str, ...], watched: bool) -> int:
 
     A trial is done, running, waiting for its nodes, or lost.
     """
-    loaded = load(recipe, overrides)
+    loaded = loaded_run(recipe, overrides)
     states = watch(loaded, err) if watched else standings(loaded)
     print(f"{table(states)}\n\n{summary(states)}")
     return 0

@@ -4,12 +4,12 @@ from auto3d.runtime.measurement import Status
 from launch.commands import options
 from launch.commands.consoles import err
 from launch.commands.exit_codes import RUN_FAILED, complain
-from launch.commands.options import recipe_command
+from launch.commands.options import load_for, recipe_command
 from launch.commands.runs import interrupted, next_commands, print_failed, run_in_background
 from launch.console import tables
 from launch.console.progress import sweep_progress
 from launch.drivers.sweep import Retry, left_of, print_submissions, run_sweep
-from launch.recipe.load import LoadedRecipe, load
+from launch.recipe.load import LoadedRecipe
 from launch.slurm.executor import on_slurm
 
 
@@ -23,7 +23,7 @@ def sweep(recipe: str, overrides: tuple[str, ...], dry_run: bool, test_only: boo
 
     Trials that have ended are skipped. The table of all results is printed and written to tables/.
     """
-    loaded = load(recipe, overrides)
+    loaded = load_for("sweep", recipe, overrides)
     which = Retry.ALL if retry else Retry.NONE
     if dry_run or test_only:
         print_submissions(loaded, lambda recipe: left_of(recipe, which), ask_slurm=test_only)

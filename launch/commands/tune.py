@@ -5,14 +5,14 @@ import click
 from launch.commands import options
 from launch.commands.consoles import err
 from launch.commands.exit_codes import RUN_FAILED, complain
-from launch.commands.options import recipe_command
+from launch.commands.options import load_for, recipe_command
 from launch.commands.runs import interrupted, print_failed, run_in_background
 from launch.console.progress import search_progress, sweep_progress
 from launch.drivers import tune as tuning
 from launch.drivers import tune_report
 from launch.drivers.sweep import Retry, check_fewest_ranks, check_place, print_submissions
 from launch.model.search import search_recipe
-from launch.recipe.load import LoadedRecipe, load
+from launch.recipe.load import LoadedRecipe
 
 
 @recipe_command
@@ -37,7 +37,7 @@ def tune(
     their order is certain. search.trials limits the number of trials; finished ones never run twice. The fastest plan
     goes to tables/. --dry-run and --test-only are about the first trial only, since the others depend on its result.
     """
-    loaded = load(recipe, overrides)
+    loaded = load_for("tune", recipe, overrides)
     if detach:
         return run_in_background(loaded, "tune", *["--retry"] * retry, *["--no-profile"] * no_profile)
     if dry_run or test_only:

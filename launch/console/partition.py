@@ -31,6 +31,8 @@ def print_partition(
         print_json(asdict(partitioned.figures))
         return
     print(_table(partitioned.figures))
+    if cannot := _why_not_run(partitioned.figures):
+        print(cannot)
     if svg:
         print(f"written: {svg}")
     if plan_file:
@@ -67,6 +69,18 @@ def _table(figures: PartitionFigures) -> str:
         f"balance (max / mean): {balance}; {figures.method}, {counted(figures.subgraphs, 'subgraph')}, micro-batches "
         f"of {counted(figures.micro_batch_size, 'sample')}; time is predicted, forward and backward, on the slowest "
         f"kind of device{_measured(figures)}"
+    )
+
+
+def _why_not_run(figures: PartitionFigures) -> str:
+    """Why auto3d has no plan with these stages; empty if nothing is known against them."""
+    unequal = [index for index, stage in enumerate(figures.stages) if figures.micro_batch_size % stage.replicas]
+    if not unequal:
+        return ""
+    stage, samples = unequal[0], counted(figures.micro_batch_size, "sample")
+    return (
+        f"auto3d cannot train with these: the {figures.stages[stage].replicas} replicas of stage {stage} would get "
+        f"unequal slices of {samples}; --plan FILE finds stages with equal ones"
     )
 
 

@@ -23,7 +23,7 @@ _READ: dict[str, Callable[[Plan], str]] = {
 """How a Plan shows the value of an axis, where that is no field of it."""
 _HEADINGS = {name: axis.heading for name, axis in AXES.items() if axis.heading} | {"recompute": "recomputed"}
 CHOICES = {"engine": "engine"} | {name: _HEADINGS[name] for name in _HEADINGS if name in OF_PLANS or name in _READ}
-METHODS = {name: heading for name, heading in _HEADINGS.items() if name not in CHOICES}
+METHODS = {name: heading for name, heading in _HEADINGS.items() if name not in CHOICES} | {"planner": "planner"}
 RATES = {
     "samples_per_s": "samples\nper s",
     "tokens_per_s": "tokens\nper s",

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from launch.recipe.load import LoadedRecipe
 from launch.store.files import private_folder, write_whole
-from launch.store.trials import StoreError, recipe_folder, write_command
+from launch.store.trials import Command, StoreError, recipe_folder, write_command
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,13 @@ def start_driver(
         problem = f"process {present.pid} runs its trials in the background; to end it: {recipe.follow_up('cancel')}"
         raise StoreError(f"{recipe.name}: {problem}")
     folder = private_folder(recipe_folder(recipe))
-    write_command(recipe, verb, plan_file, trials=trials)  # from now on status and resume know it
+    command = Command(verb, [*recipe.overrides], plan_file, [*trials])
+    write_command(recipe, command)  # from now on status and resume know it
     log = folder / "driver.log"
-    command = [sys.executable, "-m", "launch.main", verb, recipe.written, *recipe.overrides, *options]
+    words = [sys.executable, "-m", "launch.main", verb, recipe.written, *recipe.overrides, *options]
     with log.open("a") as stream:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+            words, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
         )
     driver = Driver(os.uname().nodename, process.pid, _start_of(process.pid))
     write_whole(folder / "driver.json", dumps(asdict(driver)))

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +17,7 @@ from launch.recipe.load import LoadedRecipe, load
 from launch.slurm.client import SlurmError
 from launch.slurm.jobs import STATES_S, JobState, cancel, job_states
 from launch.store.lost_jobs import find_lost
-from launch.store.manifest import Entry, History, Manifest, State, histories, names_of_jobs
+from launch.store.manifest import WITH_ALL, Entry, History, Manifest, State, histories, names_of_jobs
 from launch.store.trials import (
     Command,
     StoreError,
@@ -51,10 +51,15 @@ class Standing:
 
 def resumed(recipe: LoadedRecipe) -> tuple[LoadedRecipe, Command]:
     """``recipe`` and its last command; a recipe without overrides gets those of that command."""
+    command = _last_command(recipe)
+    return (recipe if recipe.overrides or command.item else load(recipe.written, command.overrides)), command
+
+
+def _last_command(recipe: LoadedRecipe) -> Command:
     command = last_command(recipe)
     if command is None:
         raise StoreError(f"{recipe.name}: nothing has run in this folder; to run it: {recipe.command('sweep')}")
-    return (recipe if recipe.overrides else load(recipe.written, command.overrides)), command
+    return command
 
 
 def trained_here(recipe: LoadedRecipe, command: Command) -> bool:
@@ -67,9 +72,8 @@ def trained_here(recipe: LoadedRecipe, command: Command) -> bool:
 def standings(recipe: LoadedRecipe) -> list[Standing]:
     """The states of the trials of the last sweep, of those that the last tune has chosen so far, or of the training."""
     known = histories(manifest_of(recipe).entries())
-    sweep = last_sweep(recipe)
-    _, command = resumed(recipe)
-    names = sweep.trials if command.verb == "sweep" and sweep is not None else command.trials
+    sweep, command = last_sweep(recipe), _last_command(recipe)
+    names = sweep.trials if command.verb in ("sweep", "paper") and sweep is not None else command.trials
     measured = {name: measurement_of(recipe, name) for name in names}
     unmeasured = [known[name].last for name in names if measured[name] is None and name in known]
     try:
@@ -160,8 +164,10 @@ def cancel_trials(recipe: LoadedRecipe, name: str | None) -> list[str]:
         live = [entry for entry in last if entry.job in states and not states[entry.job].ended]
         if live:
             cancel([entry.job for entry in live])
+            told = WITH_ALL if name is None else ""
+            cancelled = Entry(trial="", state=State.CANCELLED, told=told)
             manifest.append(
-                [Entry(trial=one.trial, state=State.CANCELLED, job=one.job, submission=one.submission) for one in live]
+                [replace(cancelled, trial=one.trial, job=one.job, submission=one.submission) for one in live]
             )
     return [entry.trial for entry in live]
 

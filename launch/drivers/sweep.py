@@ -3,33 +3,42 @@
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import Enum, auto
 from functools import cache
 from typing import Any
 
+from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.schedule import samples_at_once
 from auto3d.search.axes import Candidate
 from auto3d.search.space import Domain
-from launch.executors.submit import ask, starts_of, submissions
+from launch.drivers.planners import plans_of_planners
+from launch.executors.submit import ask, most_at_once, starts_of, submissions
 from launch.executors.trial_executor import TrialExecutor, executor_of
 from launch.model.candidates import task
 from launch.model.capture_process import CaptureProcess
 from launch.model.check_capture import check_plans
 from launch.model.graphs import PlanningModel
 from launch.model.predictions import PlanPredictions, predict_plans
-from launch.model.sweep_plans import plans_of_sweep
+from launch.model.sweep_plans import SweepPlans, plans_of_sweep
 from launch.recipe.load import LoadedRecipe
+from launch.recipe.schema_key import AUTO
 from launch.recipe.settings import cluster, device, search_space
 from launch.run.scaled_down import devices_of, what_helps
 from launch.slurm.executor import check_reachable, on_slurm
 from launch.slurm.sbatch import check_launch
 from launch.store.ends import record_ends
 from launch.store.trials import (
+    PLANNER,
+    Command,
+    SweepRecord,
     Trial,
+    candidate_in,
     last_sweep,
+    recipe_folder,
     settings_digest,
     trials_of,
     write_command,
@@ -46,16 +55,20 @@ class Sweep:
     left_out: int  # number of candidates beyond search.max_trials
     predictions: PlanPredictions
     infeasible: dict[Trial, str]  # plans that a peer cannot train, with the reasons
-    candidates: dict[Plan, dict[str, Any]]  # fields of the Candidate of each of these plans
+    candidates: dict[Plan, dict[str, Any]]  # fields of the Candidate of each of these plans, and PLANNER
+
+    @property
+    def every(self) -> list[Trial]:
+        """Its trials, and those that only say why a peer cannot train a plan."""
+        return [*self.trials, *self.infeasible]
 
     def ended(self) -> dict[Trial, Measurement]:
         """The measurements of the trials that have ended."""
-        every = [*self.trials, *self.infeasible]
-        return {trial: measurement for trial in every if (measurement := trial.measurement()) is not None}
+        return {trial: measurement for trial in self.every if (measurement := trial.measurement()) is not None}
 
 
-def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) -> Sweep:
-    """The trials of ``recipe``.
+def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None, *, only_planners: bool = False) -> Sweep:
+    """The trials of ``recipe``; with ``only_planners``, those of search.planners alone.
 
     With ``tell`` their captures are checked, too, and ``tell`` receives each result; then their times are predicted.
     """
@@ -64,10 +77,18 @@ def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) ->
     with CaptureProcess() as process:
         model = PlanningModel(recipe, process=process)
         graph_at = cache(model.graph)
-        found = plans_of_sweep(recipe, graph_at, model, before=_chosen_before(recipe), process=process)
-        plans = list(found.candidates)
+        found = SweepPlans(candidates={})
+        if not only_planners:
+            found = plans_of_sweep(recipe, graph_at, model, before=_chosen_before(recipe), process=process)
+        planned = plans_of_planners(
+            recipe, graph_at, model, tell or (lambda line: None), before=_planned_before(recipe), process=process
+        )
+        chosen = {plan: one for plan, (one, _) in planned.items()} | found.candidates
+        if not (plans := list(chosen)):
+            raise recipe.error("search.planners", f"none of {', '.join(recipe.values.search.planners)} has a plan")
         check_ranks(recipe, max(plan.ranks for plan in plans))
         if tell is not None:
+            _tell_of_algorithm(recipe, tell)
             check_plans(recipe, plans, process, tell)
             predictions = predict_plans(recipe, plans, graph_at, model)
     if recipe.values.model.weights is not None:
@@ -75,9 +96,20 @@ def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) ->
 
         initial_weights(recipe, graph_at(samples_at_once(plans[0])))
     infeasible = {trial: found.infeasible[trial.plan].reason for trial in trials_of(recipe, list(found.infeasible))}
-    every = found.candidates | {plan: one.candidate for plan, one in found.infeasible.items()}
-    candidates = {plan: asdict(candidate) for plan, candidate in every.items()}
+    every = chosen | {plan: one.candidate for plan, one in found.infeasible.items()}
+    planners = {plan: names for plan, (_, names) in planned.items()}
+    candidates = {plan: asdict(one) | {PLANNER: planners.get(plan, "")} for plan, one in every.items()}
     return Sweep(trials_of(recipe, plans), found.left_out, predictions, infeasible, candidates)
+
+
+def _tell_of_algorithm(recipe: LoadedRecipe, tell: Callable[[str], None]) -> None:
+    """Say what search.algorithm is to a sweep, where a recipe sets it and its planner has no row."""
+    search = recipe.values.search
+    if search.algorithm not in (AUTO, *search.planners):
+        tell(
+            f"search.algorithm = {search.algorithm} only says which candidates search.max_trials leaves; to run its "
+            f"own plan too: search.planners=[{search.algorithm}]"
+        )
 
 
 def _chosen_before(recipe: LoadedRecipe) -> list[Candidate]:
@@ -86,9 +118,22 @@ def _chosen_before(recipe: LoadedRecipe) -> list[Candidate]:
     A sweep continues with the same plans, even if measurements since then have changed the predictions.
     """
     sweep = last_sweep(recipe)
-    if sweep is None or sweep.settings != settings_digest(recipe):
+    if sweep is None:
         return []
-    return [Candidate(**sweep.candidates[name]) for name in sweep.trials if name in sweep.candidates]
+    names = sweep.trials_of(settings_digest(recipe))
+    return [candidate_in(sweep.candidates[name]) for name in names if name in sweep.candidates]
+
+
+def _planned_before(recipe: LoadedRecipe) -> dict[str, tuple[Plan, Candidate]]:
+    """The plans that search.planners had in the last sweep of the same settings, as far as their trials have begun."""
+    sweep, found = last_sweep(recipe), dict[str, tuple[Plan, Candidate]]()
+    for name in [] if sweep is None else sweep.trials_of(settings_digest(recipe)):
+        fields = sweep.candidates.get(name, {}) if sweep is not None else {}
+        if planners := fields.get(PLANNER):
+            with suppress(OSError):
+                plan = Plan.from_json((recipe_folder(recipe) / "trials" / name / "plan.json").read_text())
+                found |= {planner: (plan, candidate_in(fields)) for planner in planners.split(", ")}
+    return found
 
 
 class Retry(Enum):
@@ -113,27 +158,77 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
     """
     check_place(recipe)
     sweep = sweep_of(recipe, watcher.tell)
-    trials = sweep.trials
-    with executor_of(recipe) as executor:
-        write_command(recipe, "sweep")
-        write_sweep(
-            recipe,
-            [*trials, *sweep.infeasible],
-            left_out=sweep.left_out,
-            predicted_s=sweep.predictions.seconds,
-            predicted_on=sweep.predictions.based_on,
-            candidates=sweep.candidates,
-        )
-        for trial, reason in sweep.infeasible.items():
-            trial.prepare(recipe)
-            write_failure(recipe, trial, Status.INFEASIBLE, reason)
-        ended = sweep.ended()
-        record_ends(recipe, ended)  # some may have ended while no process followed them
-        kept = kept_of(recipe, ended, retry)
-        pending = [trial for trial in trials if trial not in kept]
-        watcher.begin(len(pending), [(trial, kept[trial]) for trial in trials if trial in kept], sweep.left_out)
-        executor.run(pending, watcher, known=ended, follow=follow)
+    _run(recipe, [(recipe, sweep)], Command("sweep", [*recipe.overrides]), retry, watcher, follow=follow)
     return sweep
+
+
+def run_grid(
+    recipes: Sequence[LoadedRecipe], command: Command, *, retry: Retry, watcher: Watcher, follow: bool = True
+) -> list[Sweep | InputError]:
+    """Run the sweeps of ``recipes``, which have one name and so one store, beside each other, as ``run_sweep`` does.
+
+    The trials of all are submitted together, and a trial that two have in common runs once. Of a recipe that names
+    search.planners only their plans run. Gives the sweep of each recipe, or why it has none; raises that error if none
+    has any, for more than a lack of memory. ``command`` is what `auto3d resume` shall run.
+    """
+    found: list[Sweep | InputError] = []
+    for recipe in recipes:
+        try:
+            check_place(recipe)
+            found.append(sweep_of(recipe, watcher.tell, only_planners=bool(recipe.values.search.planners)))
+        except InputError as error:
+            found.append(error)
+    sweeps = [(recipe, sweep) for recipe, sweep in zip(recipes, found, strict=True) if isinstance(sweep, Sweep)]
+    problems = [one for one in found if isinstance(one, InputError) and one.kind != "memory"]
+    if problems and not sweeps:
+        raise problems[0]
+    if sweeps:
+        _run(recipes[0], sweeps, command, retry, watcher, follow=follow)
+    return found
+
+
+def _run(
+    store: LoadedRecipe,
+    sweeps: Sequence[tuple[LoadedRecipe, Sweep]],
+    command: Command,
+    retry: Retry,
+    watcher: Watcher,
+    *,
+    follow: bool,
+) -> None:
+    """Record ``sweeps`` in the store of the recipe ``store``, and run those of their trials that have not ended."""
+    with executor_of(store) as executor:
+        write_command(store, command)
+        write_sweep(store, _record(sweeps))
+        for _, sweep in sweeps:
+            for trial, reason in sweep.infeasible.items():
+                trial.prepare()
+                write_failure(trial, Status.INFEASIBLE, reason)
+        ended = {trial: one for _, sweep in sweeps for trial, one in sweep.ended().items()}
+        record_ends(store, ended)  # some may have ended while no process followed them
+        kept = kept_of(store, ended, retry)
+        trials = list(dict.fromkeys(trial for _, sweep in sweeps for trial in sweep.trials))
+        pending = [trial for trial in trials if trial not in kept]
+        left_out = sweeps[0][1].left_out if len(sweeps) == 1 else 0  # of several, each chooses its own
+        watcher.begin(len(pending), [(trial, kept[trial]) for trial in trials if trial in kept], left_out)
+        executor.run(pending, watcher, known=ended, follow=follow)
+
+
+def _record(sweeps: Sequence[tuple[LoadedRecipe, Sweep]]) -> SweepRecord:
+    """What the store keeps of ``sweeps``."""
+    first, single = sweeps[0][0], len(sweeps) == 1
+    names = {settings_digest(recipe): [trial.name for trial in sweep.every] for recipe, sweep in sweeps}
+    seconds = [(trial, sweep.predictions.seconds) for _, sweep in sweeps for trial in sweep.every]
+    return SweepRecord(
+        overrides=[*first.overrides] if single else [],
+        settings=settings_digest(first) if single else "",
+        trials=[*dict.fromkeys(name for each in names.values() for name in each)],
+        left_out=sum(sweep.left_out for _, sweep in sweeps),
+        predicted_s={trial.name: found[trial.plan] for trial, found in seconds if trial.plan in found},
+        predicted_on=next((sweep.predictions.based_on for _, sweep in sweeps), ""),
+        candidates={trial.name: sweep.candidates[trial.plan] for _, sweep in sweeps for trial in sweep.every},
+        rows={} if single else names,
+    )
 
 
 def kept_of(recipe: LoadedRecipe, ended: Mapping[Trial, Measurement], retry: Retry) -> dict[Trial, Measurement]:
@@ -142,9 +237,9 @@ def kept_of(recipe: LoadedRecipe, ended: Mapping[Trial, Measurement], retry: Ret
     return {trial: one for trial, one in ended.items() if one.status in FINAL or not again(trial)}
 
 
-def left_of(recipe: LoadedRecipe, retry: Retry) -> list[Trial]:
+def left_of(recipe: LoadedRecipe, retry: Retry, *, only_planners: bool = False) -> list[Trial]:
     """The trials of the sweep that have yet to run."""
-    sweep = sweep_of(recipe)
+    sweep = sweep_of(recipe, only_planners=only_planners)
     kept = kept_of(recipe, sweep.ended(), retry)
     return [trial for trial in sweep.trials if trial not in kept]
 
@@ -158,11 +253,11 @@ def print_submissions(
     check_launch(recipe)
     if ask_slurm:
         check_reachable(recipe)
-    pending = submissions(recipe, trials(recipe), starts_of(recipe))
+    pending = submissions(recipe, trials(recipe), starts_of(recipe), most_at_once(recipe))
     if not pending:
         print("all trials have ended: there is no job to submit", file=sys.stderr)
     for submission in pending:
-        print(ask(recipe, submission) if ask_slurm else submission.text(recipe))
+        print(ask(submission) if ask_slurm else submission.text)
 
 
 def check_place(recipe: LoadedRecipe, verb: str = "sweep") -> None:

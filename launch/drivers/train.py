@@ -41,7 +41,7 @@ from launch.slurm.executor import in_a_job, why_no_slurm
 from launch.slurm.warning import asked_by_slurm, await_end
 from launch.store.ends import record_ends
 from launch.store.manifest import Entry, State, histories
-from launch.store.trials import Trial, exclusive, manifest_of, same_training, write_command
+from launch.store.trials import Command, Trial, exclusive, manifest_of, same_training, write_command
 from launch.store.watcher import Watcher
 from launch.watch.outlets import metrics_folder
 
@@ -179,7 +179,7 @@ def run_as_job(
     job = on_their_way(recipe, [trial]).get(trial)
     if job is not None and fresh:
         raise InputError(f"job {job} is this training; to end it first: {recipe.follow_up('cancel')}")
-    write_command(recipe, "train", plan_file, trials=[trial.name])
+    write_command(recipe, Command("train", [*recipe.overrides], plan_file, [trial.name]))
     known = {} if (measurement := trial.measurement()) is None else {trial: measurement}
     record_ends(recipe, known)  # it may have ended while no process followed it
     if measurement is not None and is_whole(recipe, measurement) and not fresh:

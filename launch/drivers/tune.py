@@ -30,8 +30,8 @@ from launch.recipe.load import LoadedRecipe, RecipeError
 from launch.recipe.schema_key import AUTO
 from launch.recipe.settings import most_trials
 from launch.slurm.executor import on_slurm
-from launch.store.trials import Trial, again, trials_of, write_command
-from launch.store.watcher import Ended, Watcher
+from launch.store.trials import Command, Trial, again, trials_of, write_command
+from launch.store.watcher import SomeTrials, Watcher
 
 CONSIDERED = 5  # candidates that are ranked again after each trial, per trial of search.trials
 REPEATED = 0.4  # fraction of the trials that is reserved for repeating the fastest plans
@@ -111,7 +111,7 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher, *, retry: R
         raise recipe.error("model.layers", "measured layers can be predicted, not trained; tune takes a model")
     candidates = _considered(recipe, search)
     with executor_of(recipe) as executor, CaptureProcess() as process:
-        write_command(recipe, "tune")
+        write_command(recipe, Command("tune", [*recipe.overrides]))
         watcher.begin(most_trials(recipe.values), [], 0)
         trials = _Trials(recipe, executor, watcher, retry, process)
         tried = _try_best(recipe, search, candidates, trials)
@@ -139,8 +139,8 @@ class _Trials:
         check_ranks(self._recipe, trial.plan.ranks, "tune")
         check_plans(self._recipe, [trial.plan], self._process, self._watcher.tell)
         self._names.append(trial.name)
-        write_command(self._recipe, "tune", trials=self._names)
-        watcher = _Numbered(self._watcher, len(self._names), self.total)
+        write_command(self._recipe, Command("tune", [*self._recipe.overrides], trials=self._names))
+        watcher = SomeTrials(self._watcher, len(self._names) - 1, self.total)
         return measured(self._recipe, trial, self._executor, watcher, retry=self._retry)
 
 
@@ -202,26 +202,6 @@ def _trial(recipe: LoadedRecipe, exact: Callable[[Ranked], Plan], one: Ranked) -
     except InputError:
         return None
     return trial
-
-
-@dataclass(frozen=True)
-class _Numbered:
-    """Passes the progress of one trial to ``watcher`` as that of the ``number``-th of ``total``."""
-
-    watcher: Watcher
-    number: int
-    total: int
-
-    def begin(self, total: int, kept: Sequence[tuple[Trial, Measurement]], left_out: int) -> None: ...
-
-    def tell(self, line: str) -> None:
-        self.watcher.tell(line)
-
-    def start(self, trial: Trial) -> None:
-        self.watcher.start(trial)
-
-    def end(self, ended: Ended) -> None:
-        self.watcher.end(replace(ended, number=self.number, total=self.total))
 
 
 def fastest(tried: Sequence[TriedPlan]) -> TriedPlan | None:

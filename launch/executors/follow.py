@@ -4,25 +4,27 @@ If a job ends without a measurement, SLURM's state of the job says why; a trial 
 """
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from auto3d.runtime.measurement import Measurement, Status
-from launch.executors.submit import cancel_listed_again, submissions, submit_one
+from launch.executors.submit import cancel_listed_again, most_at_once, submissions, submit, submit_one
 from launch.recipe.load import LoadedRecipe
+from launch.recipe.words import counted
 from launch.slurm.client import SlurmError
 from launch.slurm.jobs import STATES_S, JobState, cancel, job_states
 from launch.store.ends import record_ends
 from launch.store.lost_jobs import find_lost
-from launch.store.manifest import Entry, histories, names_of_jobs
+from launch.store.manifest import WITH_ALL, Entry, histories, names_of_jobs
 from launch.store.trials import Trial, log_files, manifest_of
 from launch.store.watcher import Ended, Watcher, interrupts_noted, write_failure
 
 POLL_S = 1.0  # time between two looks for measurement files
 LONGEST_STATES_S = 60.0  # longest time between two polls of job states
 POLL_BACKOFF = 20  # wait 20 times as long as SLURM's last answer took
+MORE_S = 60.0  # longest time between two attempts to submit trials that SLURM had no room for
 SETTLE_S = 20.0  # how long the files of an ended job may take to appear on this node
 UNKNOWN_S = 120.0  # a job that SLURM does not know for this long counts as lost
 SILENCE_S = 1800.0  # stop following if SLURM does not answer for this long; its jobs may go on
@@ -53,17 +55,27 @@ class _Followed:
         self.pending_since = self.ended_since = self.unknown_since = self.refused_since = None
 
 
-def follow_jobs(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watcher) -> None:
+def follow_jobs(
+    recipe: LoadedRecipe,
+    jobs: Mapping[Trial, str],
+    watcher: Watcher,
+    *,
+    waiting: Sequence[Trial] = (),
+    known: Mapping[Trial, Measurement],
+) -> None:
     """Follow ``jobs`` until each trial has ended; trials that lost their nodes start up to launch.attempts times.
 
+    Trials that are ``waiting`` are submitted as others end; they may have the measurements ``known``, of earlier runs.
     SIGINT and SIGTERM raise KeyboardInterrupt; the jobs go on.
     """
     followed = {trial: _Followed(job) for trial, job in jobs.items()}
+    waiting, total, room = list(waiting), len(jobs) + len(waiting), _Room()
+    begun = len(manifest_of(recipe).entries())
     number, answered_at, asked_at, pause_s = 0, time.monotonic(), -STATES_S, STATES_S
     states: dict[str, JobState] = {}
     told: set[str] = set()  # lines about pending jobs
     with interrupts_noted() as interrupted:
-        while followed:
+        while followed or waiting:
             if interrupted():
                 raise KeyboardInterrupt
             polls = time.monotonic() - asked_at >= pause_s
@@ -89,13 +101,75 @@ def follow_jobs(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watche
             for trial, measurement in ended.items():
                 number += 1
                 del followed[trial]
-                watcher.end(Ended(trial, measurement, number, len(jobs)))
-            if followed:
+                watcher.end(Ended(trial, measurement, number, total))
+            due = room.is_due(len(ended))
+            if waiting and due and _all_cancelled(recipe, begun):
+                watcher.tell(f"{counted(len(waiting), 'trial')} will not be submitted, since all were cancelled")
+                total, waiting = total - len(waiting), []
+            if waiting and due:
+                more = room.submit(recipe, waiting, known, watcher, live=len(followed))
+                followed |= {trial: _Followed(job) for trial, job in more.items()}
+                waiting = [trial for trial in waiting if trial not in more]
+            if followed or waiting:
                 time.sleep(POLL_S)
     with suppress(SlurmError):
         cancel_listed_again(recipe)
     if interrupted():  # the signal came just after the last trial ended
         raise KeyboardInterrupt
+
+
+class _Room:
+    """When to try again to submit what SLURM had no room for: soon after a job has ended, and then less and less often.
+
+    A job stays in SLURM's queue for some seconds after the end of its trial.
+    """
+
+    def __init__(self) -> None:
+        self._ended = 0  # jobs that have ended since trials were last submitted
+        self._pause_s = STATES_S
+        self._tried_at = self._submitted_at = time.monotonic()
+
+    def is_due(self, ended: int) -> bool:
+        """Whether to try now; ``ended`` jobs have just ended."""
+        self._ended += ended
+        if ended:
+            self._pause_s = 0.0
+        return time.monotonic() - self._tried_at >= self._pause_s
+
+    def submit(
+        self,
+        recipe: LoadedRecipe,
+        waiting: Sequence[Trial],
+        known: Mapping[Trial, Measurement],
+        watcher: Watcher,
+        *,
+        live: int,
+    ) -> dict[Trial, str]:
+        """The jobs of those ``waiting`` trials that SLURM takes now; raises SlurmError if it has not for too long."""
+        jobs: dict[Trial, str] = {}
+        problem = "SLURM takes no more jobs"
+        try:
+            jobs = submit(recipe, waiting, known, watcher, live=live, portion=max(1, self._ended))
+        except SlurmError as error:
+            problem = str(error)
+        self._tried_at = time.monotonic()
+        if jobs:
+            self._ended, self._pause_s, self._submitted_at = 0, STATES_S, self._tried_at
+        else:
+            self._pause_s = min(max(STATES_S, 2 * self._pause_s), MORE_S)
+        if live or jobs:
+            self._submitted_at = self._tried_at
+        elif self._tried_at - self._submitted_at > SILENCE_S:
+            again = recipe.follow_up("resume")
+            raise SlurmError(
+                f"{problem}, for {SILENCE_S:g} s; {counted(len(waiting), 'trial')} not submitted; to go on: {again}"
+            )
+        return jobs
+
+
+def _all_cancelled(recipe: LoadedRecipe, begun: int) -> bool:
+    """Whether the user has cancelled all trials since the manifest had ``begun`` entries."""
+    return any(one.told == WITH_ALL for one in manifest_of(recipe).entries()[begun:])
 
 
 def _look(recipe: LoadedRecipe, trial: Trial, one: _Followed, state: JobState | None, watcher: Watcher) -> None:
@@ -119,7 +193,7 @@ def _look(recipe: LoadedRecipe, trial: Trial, one: _Followed, state: JobState | 
         reason = f"job {one.job} was pending for {limit_s:g} s ({state.why})"
         with manifest_of(recipe).decided_alone():
             if trial.measurement() is None:
-                write_failure(recipe, trial, Status.TIMEOUT, reason)
+                write_failure(trial, Status.TIMEOUT, reason)
 
 
 def _tell_why_pending(
@@ -185,9 +259,9 @@ def _settled(
                 again[trial] = history.starts
             else:
                 reason = _reason(recipe, history.last, name)
-                settled[trial] = write_failure(recipe, trial, STATUSES.get(name, Status.FAILED), reason)
+                settled[trial] = write_failure(trial, STATUSES.get(name, Status.FAILED), reason)
         starts = {trial.name: count for trial, count in again.items()}
-        for submission in submissions(recipe, list(again), starts):
+        for submission in submissions(recipe, list(again), starts, most_at_once(recipe)):
             try:
                 jobs = submit_one(recipe, manifest, submission)
             except SlurmError as error:
@@ -214,7 +288,7 @@ def _refused(
         one.ended_since, one.unknown_since = now, None  # the trial is late again after SETTLE_S
         if now - one.refused_since > SILENCE_S:
             reason = f"job {one.job} was lost and could not be submitted again for {SILENCE_S:g} s: {error}"
-            settled[trial] = write_failure(recipe, trial, Status.FAILED, reason)
+            settled[trial] = write_failure(trial, Status.FAILED, reason)
     return settled
 
 

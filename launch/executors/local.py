@@ -1,6 +1,7 @@
 """Trials on this machine, each in a process of its own; they end when the process that runs them does."""
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 
 from auto3d.runtime.measurement import Measurement, Status
@@ -32,13 +33,14 @@ class LocalTrials:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._warm.kill()
 
-    def run(self, pending: list[Trial], watcher: Watcher) -> None:
-        """Run ``pending``, which it empties, a few at a time; ``watcher`` hears of the start and the end of each.
+    def run(self, pending: Sequence[Trial], watcher: Watcher) -> None:
+        """Run ``pending`` a few at a time; ``watcher`` hears of the start and the end of each.
 
         A trial on GPUs has devices of its own, and waits until enough are free; raises RecipeError if there never are.
         On SIGINT or SIGTERM the running trials are killed, and KeyboardInterrupt is raised.
         """
         recipe, total, number = self._recipe, len(pending), 0
+        pending = [*pending]
         gpus = {trial: trial.plan.ranks if device(recipe.values) == "cuda" else 0 for trial in pending}
         pool = device_pool(recipe, max(gpus.values(), default=0))
         running: dict[str, tuple[Trial, tuple[str, ...]]] = {}  # trials by name, with their devices
@@ -71,7 +73,7 @@ class LocalTrials:
             raise KeyboardInterrupt
 
     def _start(self, trial: Trial, devices: tuple[str, ...]) -> None:
-        trial.prepare(self._recipe)
+        trial.prepare()
         call = TrialCall(
             name=trial.name,
             plan=trial.plan,
@@ -97,4 +99,4 @@ class LocalTrials:
             status, problem = Status.TIMEOUT, f"it did not end within {self._limit_s:g} s: {end.problem}"
         if status is Status.FAILED and printed and "was killed" not in problem:
             problem = ""  # the last lines of what it printed say why
-        return write_failure(self._recipe, trial, status, "\n".join(filter(None, [printed, problem])))
+        return write_failure(trial, status, "\n".join(filter(None, [printed, problem])))

@@ -7,32 +7,37 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from io import StringIO
 from itertools import groupby
+from json import dumps
 from pathlib import Path
 
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.helpers import clean_env
 
-from auto3d.runtime.measurement import Measurement
+from auto3d.runtime.measurement import Measurement, Status
 from launch.executors.job import run_on_node
 from launch.model.stored_programs import copy_programs
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.words import counted
-from launch.slurm.client import SlurmError, run
-from launch.slurm.jobs import cancel, job_states, listed_states, max_array_size
+from launch.slurm.client import JobLimitError, SlurmError, run
+from launch.slurm.jobs import answers, any_job, cancel, job_states, listed_states, max_array_size
 from launch.slurm.sbatch import check_folder, nodes_needed, parameters, python, text
 from launch.store.files import private_folder
 from launch.store.lost_jobs import find_lost
 from launch.store.manifest import Entry, History, Manifest, State, histories, names_of_jobs
 from launch.store.trials import Trial, job_folder, manifest_of
-from launch.store.watcher import Watcher, interrupts_noted
+from launch.store.watcher import Watcher, interrupts_noted, write_failure
 
 TEST_ONLY_S = 120.0  # limit of `sbatch --test-only`; the scheduler examines the whole queue
+# The reason that sbatch prints where an association or a quality of service limits the number of submitted jobs.
+_JOB_LIMIT = re.compile(r"(Assoc|QOS)(Max|Grp)Submit\w*Limit")
+_ANY_LIMIT = re.compile(r"(Assoc|QOS)\w+Limit")
 
 
 @dataclass(frozen=True)
@@ -49,25 +54,37 @@ class Submission:
         """Whether this is one training rather than trials."""
         return self.trials[0].checkpoints is not None
 
-    def text(self, recipe: LoadedRecipe) -> str:
+    @property
+    def recipe(self) -> LoadedRecipe:
+        """The recipe of the first trial; those of the others ask SLURM for the same."""
+        return self.trials[0].recipe
+
+    @property
+    def text(self) -> str:
         """The exact sbatch script."""
         return text(
-            recipe, self.folder, nodes=self.nodes, name=self.name, trials=len(self.trials), training=self.training
+            self.recipe, self.folder, nodes=self.nodes, name=self.name, trials=len(self.trials), training=self.training
         )
 
 
-def submissions(recipe: LoadedRecipe, trials: Sequence[Trial], starts: Mapping[str, int]) -> list[Submission]:
-    """Group ``trials`` by their numbers of nodes, in arrays of at most SLURM's largest size.
+def most_at_once(recipe: LoadedRecipe) -> int:
+    """The largest number of trials that may be submitted together."""
+    largest = max_array_size()
+    return min(largest, recipe.values.launch.max_submitted or largest)
+
+
+def submissions(
+    recipe: LoadedRecipe, trials: Sequence[Trial], starts: Mapping[str, int], at_most: int
+) -> list[Submission]:
+    """Group ``trials``, of the store of ``recipe``, by what they ask SLURM for, in arrays of ``at_most`` trials.
 
     The name of a submission has a digest of its trials and of how many times each was started before, ``starts``.
     """
-    largest = max_array_size()
     result = []
-    by_nodes = sorted(trials, key=lambda trial: nodes_needed(recipe, trial.plan))
-    for nodes, group in groupby(by_nodes, key=lambda trial: nodes_needed(recipe, trial.plan)):
+    for (nodes, _), group in groupby(sorted(trials, key=_asked), key=_asked):
         together = list(group)
-        for first in range(0, len(together), largest):
-            chunk = together[first : first + largest]
+        for first in range(0, len(together), at_most):
+            chunk = together[first : first + at_most]
             started = [f"{trial.name} {starts.get(trial.name, 0)}" for trial in chunk]
             here = str(job_folder(recipe, ""))  # the same recipe in another folder has the same trials
             digest = sha256("\n".join([here, *started]).encode()).hexdigest()[:12]
@@ -78,43 +95,92 @@ def submissions(recipe: LoadedRecipe, trials: Sequence[Trial], starts: Mapping[s
     return result
 
 
+def _asked(trial: Trial) -> tuple[int, str]:
+    """The number of nodes of a trial's job, and its other options for sbatch."""
+    nodes = nodes_needed(trial.recipe, trial.plan)
+    options = parameters(trial.recipe, nodes=nodes, name="", training=trial.checkpoints is not None)
+    return nodes, dumps(options, sort_keys=True)
+
+
 def starts_of(recipe: LoadedRecipe) -> dict[str, int]:
     """How many times each trial was started, by name."""
     return {name: history.starts for name, history in histories(manifest_of(recipe).entries()).items()}
 
 
-def ask(recipe: LoadedRecipe, submission: Submission) -> str:
+def ask(submission: Submission) -> str:
     """The scheduler's answer to `sbatch --test-only`; raises SlurmError if it refuses."""
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file, _own_environment():
-        file.write(submission.text(recipe))
+        file.write(submission.text)
         file.flush()
         done = run(["sbatch", "--test-only", file.name], timeout_s=TEST_ONLY_S)
     return "; ".join((done.stderr + done.stdout).strip().splitlines())
 
 
 def submit(
-    recipe: LoadedRecipe, pending: Sequence[Trial], known: Mapping[Trial, Measurement], watcher: Watcher
+    recipe: LoadedRecipe,
+    pending: Sequence[Trial],
+    known: Mapping[Trial, Measurement],
+    watcher: Watcher,
+    *,
+    live: int = 0,
+    portion: int | None = None,
 ) -> dict[Trial, str]:
-    """The job of each ``pending`` trial: the job that SLURM already has, or else a new one.
+    """The jobs of the ``pending`` trials: the job that SLURM already has, or else a new one.
 
-    The job is empty if the trial's measurement is not the ``known`` one: another process has run it meanwhile.
+    The job is empty if the trial's measurement is not the ``known`` one: another process has run it meanwhile. A trial
+    has no job yet where launch.max_submitted, or SLURM, allows no more jobs beside the ``live`` ones of other trials;
+    ``watcher`` hears of that. ``portion``: some were submitted before, and now so many are tried at once. What SLURM
+    refuses for another reason has failed, unless it refuses all.
     """
     manifest = manifest_of(recipe)
     with manifest.decided_alone(), interrupts_noted() as interrupted:
-        jobs = {trial: "" for trial in pending if trial.measurement() != known.get(trial)}
+        # An attempt that SLURM refused has removed the measurement of a trial that is retried.
+        measured = {trial: found for trial in pending if (found := trial.measurement()) is not None}
+        jobs = {trial: "" for trial, found in measured.items() if found != known.get(trial)}
         unended = [trial for trial in pending if trial not in jobs]
-        cancel_listed_again(recipe, [trial.name for trial in unended if trial in known])
-        jobs |= _on_their_way(manifest, [trial for trial in unended if trial not in known])
+        cancel_listed_again(recipe, [trial.name for trial in unended if trial in measured])
+        jobs |= _on_their_way(manifest, [trial for trial in unended if trial not in measured])
         starts = starts_of(recipe)
         new = [trial for trial in unended if trial not in jobs]
-        for submission in submissions(recipe, new, starts):
-            jobs |= submit_one(recipe, manifest, submission)
+        most, at_once, limit = recipe.values.launch.max_submitted, portion or most_at_once(recipe), ""
+        refused: dict[Trial, SlurmError] = {}
+        while new and not interrupted():
+            under_way = live + sum(map(bool, jobs.values()))
+            if most is not None and under_way >= most:
+                limit = f"launch.max_submitted is {most}"
+                break
+            allowed = at_once if most is None else min(at_once, most - under_way)
+            submission = submissions(recipe, new, starts, allowed)[0]
+            try:
+                jobs |= submit_one(recipe, manifest, submission)
+            except JobLimitError as error:
+                if len(submission.trials) > 1:
+                    at_once = len(submission.trials) // 2
+                    continue
+                if portion is None and not under_way and not any_job():
+                    raise  # nothing will end that makes room
+                limit = str(error)
+                break
+            except SlurmError as error:
+                if interrupted():  # the signal has ended sbatch, too
+                    raise KeyboardInterrupt from None
+                if not answers():
+                    raise
+                refused |= dict.fromkeys(submission.trials, error)
+                new = [trial for trial in new if trial not in refused]
+                continue
             ids = [jobs[trial] for trial in submission.trials]
             watcher.tell(f"submitted {_contents(submission)}: job {ids[0].split('_')[0]}")
-            if interrupted():
-                break
+            new = [trial for trial in new if trial not in jobs]
         if interrupted():
             raise KeyboardInterrupt
+        if refused and not (new or live or any(jobs.values())):
+            raise next(iter(refused.values()))
+        for trial, problem in refused.items():
+            write_failure(trial, Status.FAILED, str(problem))
+            jobs[trial] = ""
+        if limit and portion is None:
+            watcher.tell(f"{counted(len(new), 'trial')} will be submitted as jobs end: {limit}")
     return jobs
 
 
@@ -161,14 +227,14 @@ def submit_one(recipe: LoadedRecipe, manifest: Manifest, submission: Submission)
         manifest.append(entries)
 
     for trial in submission.trials:
-        trial.prepare(recipe)
-        copy_programs(recipe, trial.plan, trial.folder)
-    calls = [_call(recipe, trial) for trial in submission.trials]
+        trial.prepare()
+        copy_programs(trial.recipe, trial.plan, trial.folder)
+    calls = [_call(trial) for trial in submission.trials]
     no_jobs = [""] * len(submission.trials)
     record(State.SUBMITTING, no_jobs)
     try:
         ids = submit_calls(
-            recipe,
+            submission.recipe,
             submission.folder,
             calls,
             nodes=submission.nodes,
@@ -177,7 +243,7 @@ def submit_one(recipe: LoadedRecipe, manifest: Manifest, submission: Submission)
         )
     except SlurmError as error:
         record(State.REFUSED, no_jobs, str(error))
-        raise SlurmError(f"sbatch refused {_contents(submission)}: {error}") from None
+        raise type(error)(f"sbatch refused {_contents(submission)}: {error}") from None
     record(State.SUBMITTED, ids)
     return dict(zip(submission.trials, ids, strict=True))
 
@@ -188,13 +254,13 @@ def _contents(submission: Submission) -> str:
     return f"{trials} on {counted(submission.nodes, 'node')}"
 
 
-def _call(recipe: LoadedRecipe, trial: Trial) -> Callable[[], None]:
+def _call(trial: Trial) -> Callable[[], None]:
     """What each node of the trial's job calls."""
     checkpoints = None if trial.checkpoints is None else str(trial.checkpoints.resolve())
     recipe_file, plan_file, measurement_file = (
         str(path.resolve()) for path in (trial.recipe_file, trial.plan_file, trial.measurement_file)
     )
-    return partial(run_on_node, recipe_file, plan_file, measurement_file, str(recipe.folder), checkpoints)
+    return partial(run_on_node, recipe_file, plan_file, measurement_file, str(trial.recipe.folder), checkpoints)
 
 
 def submit_calls(
@@ -214,11 +280,20 @@ def submit_calls(
     executor = submitit.SlurmExecutor(private_folder(folder), python=python(recipe))
     executor.update_parameters(**parameters(recipe, nodes=nodes, name=name, training=training))
     try:
-        with _own_environment(), executor.batch():
+        with _own_environment(), redirect_stderr(StringIO()), executor.batch():  # the error has what sbatch prints
             jobs = [executor.submit(call) for call in calls]
     except (FailedJobError, FailedSubmissionError) as error:
-        raise SlurmError((str(error).strip().splitlines() or ["it gave no reason"])[-1]) from None
+        raise _refusal(str(error)) from None
     return [job.job_id for job in jobs]
+
+
+def _refusal(printed: str) -> SlurmError:
+    """The error for what sbatch has ``printed``. Its last line is the same for limits of jobs, sizes and times."""
+    reason = (printed.strip().splitlines() or ["it gave no reason"])[-1].removeprefix("sbatch: error: ")
+    named = _ANY_LIMIT.search(printed)
+    reason += f" ({named[0]})" if named else ""
+    limited = _JOB_LIMIT.search(printed) if named else "job submit limit" in printed
+    return JobLimitError(reason) if limited else SlurmError(reason)
 
 
 @contextmanager

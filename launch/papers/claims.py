@@ -1,7 +1,8 @@
 """Claims of a paper, beside what our rows say about them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from auto3d.errors import InputError
@@ -9,6 +10,7 @@ from launch.papers.item import Cause, Claim, Part, Setting, against
 from launch.papers.row import Row
 
 TOLERANCE = 0.1  # relative difference beyond which a claim is not counted as reproduced
+STEADY = 0.005  # relative change from one setting to the next that a trend does not count
 SMALLER_IS_BETTER = ("iteration_s", "peak_gib", "mean_gib", "least_gib", "bubble")
 
 Cell = tuple[Setting, str]  # setting, system
@@ -19,14 +21,15 @@ RowOf = Callable[[Setting, str, Mapping[str, Any]], Row]  # the row with further
 class Checked:
     """A claim with our figure for it.
 
-    ``difference`` is relative, the largest of both ends of a range; None: there is none to calculate.
+    ``difference`` is relative to the paper's figure or, of a ratio, to its gain: what it has beyond 1. It is the
+    largest of all settings; None: there is none to calculate.
     """
 
     claim: Claim
     ours: str
     paper: str
     difference: float | None
-    holds: bool | None  # None: the paper gives nothing to compare with, or our rows are missing
+    holds: bool | None  # None: the paper gives nothing to compare with
     causes: tuple[tuple[Cause, "Checked"], ...] = ()
 
     @property
@@ -36,17 +39,18 @@ class Checked:
         if self.difference is None:
             return "reproduced" if self.holds else "not reproduced"
         words = "reproduced" if self.holds else "differs"
-        return f"{words}, {self.difference:+.0%}" if abs(self.difference) >= 0.005 else words
+        gain = " of the gain" if _by_gain(self.claim) else ""
+        return f"{words}, {self.difference:+.0%}{gain}" if abs(self.difference) >= 0.005 else words
 
 
-def check(part: Part, claim: Claim, rows: Sequence[Row], row_of: RowOf) -> Checked:
-    """``claim`` beside ``rows``; where it differs, it is made again under each of its causes, by ``row_of``.
+def check(part: Part, claim: Claim, rows: Sequence[Row], row_of: RowOf | None) -> Checked:
+    """``claim`` beside ``rows``; where it differs, it is made again under each of its causes, by ``row_of`` if given.
 
     Raises InputError where the claim names what no row has.
     """
     _refuse_unknown(part, claim, rows)
     found = _checked(part, claim, {(row.setting, row.system): row for row in rows})
-    if found.holds is not False:
+    if found.holds is not False or row_of is None:
         return found
     causes = []
     for cause in claim.because:
@@ -90,20 +94,41 @@ def _checked(part: Part, claim: Claim, rows: Mapping[Cell, Row]) -> Checked:
     quantity = claim.quantity or part.quantity
     if claim.form in ("most", "least"):
         return _compare_order(claim, mine, rows, quantity)
-    values = _values(claim, mine, rows, quantity)
+    if claim.form == "levels-off":
+        return _compare_levels(claim, [row for row in mine if quantity in row.values], quantity)
+    values, missing = _values(claim, mine, rows, quantity), _missing(claim, mine, rows, quantity)
     if not values:
-        return Checked(claim=claim, ours="no value", paper=_words(claim.paper, claim), difference=None, holds=None)
-    return _compare_numbers(claim, values)
+        holds = False if claim.paper is not None and missing else None
+        return Checked(claim=claim, ours="no value", paper=_words(claim.paper, claim), difference=None, holds=holds)
+    found = _compare_trend(claim, values) if claim.form == "trend" else _compare_numbers(claim, values)
+    if not missing:
+        return found
+    ours = f"{found.ours}; no value in {missing} of {missing + len(values)} settings"
+    return replace(found, ours=ours, holds=found.holds and False)
 
 
 def _meant(claim: Claim, setting: Setting) -> bool:
     return set(claim.settings) <= set(setting)
 
 
+def _missing(claim: Claim, mine: Sequence[Row], rows: Mapping[Cell, Row], quantity: str) -> int:
+    """The number of settings in which the claim's system has no value; of a ratio, though others have."""
+    if claim.form == "scaling":
+        return sum(quantity not in row.values for row in _ends(claim, mine))
+    if claim.form not in ("value", "ratio", "reduction", "trend"):
+        return 0
+    compared = against(claim)
+    without = [row.setting for row in mine if quantity not in row.values]
+    return sum(
+        not compared or any(quantity in rows[setting, one].values for one in compared if (setting, one) in rows)
+        for setting in without
+    )
+
+
 def _values(claim: Claim, mine: Sequence[Row], rows: Mapping[Cell, Row], quantity: str) -> list[float]:
     """Our values of the claim; settings in which a row has none are left out."""
     if claim.form == "scaling":
-        first, last = (row.values.get(quantity) for row in (mine[0], mine[-1]))
+        first, last = (row.values.get(quantity) for row in _ends(claim, mine))
         return [] if first is None or last is None else [claim.factor * last / first]
     if claim.form == "largest":
         theirs = [row.values.get(quantity, 0.0) for (_, system), row in rows.items() if system in against(claim)]
@@ -116,12 +141,12 @@ def _values(claim: Claim, mine: Sequence[Row], rows: Mapping[Cell, Row], quantit
         others = [each[quantity] for each in compared if quantity in each]
         if value is None or (against(claim) and not others):
             continue
-        if claim.form == "value":
+        if claim.form == "value" or not others:
             found.append(claim.factor * value)
             continue
         best = min(others) if quantity in SMALLER_IS_BETTER else max(others)
         ratio = value / best
-        found.append(ratio if claim.form == "ratio" else 1 - ratio)
+        found.append(1 - ratio if claim.form == "reduction" else ratio)
     return found
 
 
@@ -138,18 +163,58 @@ def _compare_numbers(claim: Claim, values: Sequence[float]) -> Checked:
     if paper is None or isinstance(paper, (str, list)):
         return Checked(claim=claim, ours=_words(ours, claim), paper="", difference=None, holds=None)
     ends = list(paper) if isinstance(paper, tuple) else [paper]
-    if len(ours) == 1 and len(ends) == 2:  # one value lies in the range or beside it
-        nearest = min(max(ours[0], ends[0]), ends[1])
-        pairs = [(ours[0], nearest)]
-    else:
-        pairs = list(zip(ours * (len(ends) // len(ours) or 1), ends * (len(ours) // len(ends) or 1), strict=True))
-    difference = max((mine / theirs - 1 for mine, theirs in pairs), key=abs)
+    nearest = [min(max(mine, ends[0]), ends[-1]) for mine in ours]  # each lies in the paper's range or beside it
+    difference = max((_difference(claim, *pair) for pair in zip(ours, nearest, strict=True)), key=abs)
     return Checked(
         claim=claim,
         ours=_words(ours, claim),
         paper=_words(ends, claim),
         difference=difference,
         holds=abs(difference) <= TOLERANCE,
+    )
+
+
+def _ends(claim: Claim, mine: Sequence[Row]) -> list[Row]:
+    """The two rows that a claim of the form scaling compares."""
+    if claim.between is None:
+        return [mine[0], mine[-1]]
+    return [next(row for row in mine if label in row.setting) for label in claim.between]
+
+
+def _difference(claim: Claim, ours: float, paper: float) -> float:
+    """Relative; of a ratio, that of its gain: 1.02 has a fifth of the gain of 1.10."""
+    return (ours - 1) / (paper - 1) - 1 if _by_gain(claim) else ours / paper - 1
+
+
+def _by_gain(claim: Claim) -> bool:
+    """Whether the claim is a gain: a ratio that the paper has above 1, or below it, and not about 1."""
+    paper = claim.paper
+    if claim.form != "ratio" or not isinstance(paper, int | float | tuple):
+        return False
+    ends = paper if isinstance(paper, tuple) else (paper,)
+    return min(ends) > 1 or max(ends) < 1
+
+
+def _compare_trend(claim: Claim, values: Sequence[float]) -> Checked:
+    pairs = list(pairwise(values))
+    ours = "neither falls nor rises"
+    if all(after <= before * (1 + STEADY) for before, after in pairs) and values[-1] < values[0] * (1 - STEADY):
+        ours = "falls"
+    if all(after >= before * (1 - STEADY) for before, after in pairs) and values[-1] > values[0] * (1 + STEADY):
+        ours = "rises"
+    shown = f"{ours}: {', '.join(f'{value:.3g}' for value in values)}"
+    paper = str(claim.paper)
+    return Checked(claim=claim, ours=shown, paper=paper, difference=None, holds=ours == paper if pairs else None)
+
+
+def _compare_levels(claim: Claim, mine: Sequence[Row], quantity: str) -> Checked:
+    values = [row.values[quantity] for row in mine]
+    level = len(values)
+    while level and all(abs(one / values[level - 1] - 1) < STEADY for one in values[level:]):
+        level -= 1
+    ours = ", ".join(mine[level].setting) if level < len(values) - 1 else "nowhere"
+    return Checked(
+        claim=claim, ours=ours, paper=str(claim.paper), difference=None, holds=ours == claim.paper if values else None
     )
 
 
@@ -164,9 +229,11 @@ def _compare_order(claim: Claim, mine: Sequence[Row], rows: Mapping[Cell, Row], 
             and (not against(claim) or system in against(claim))
             and quantity in other.values
         ]
-        if quantity not in row.values or not others:
+        if not others:
             continue
         counted += 1
+        if quantity not in row.values:  # the others run where this system does not
+            continue
         value = row.values[quantity]
         holds += value >= max(others) if claim.form == "most" else value <= min(others)
     ours = f"in {holds} of {counted}" if counted else "no value"

@@ -1,7 +1,7 @@
 """An item: one table or figure of a paper, as a file of recipes/papers/ declares it."""
 
-from collections.abc import Sequence
-from dataclasses import field
+from collections.abc import Iterable, Sequence
+from dataclasses import field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,22 @@ How = Literal["simulated", "emulated", "measured", "experiment"]
 Overrides = dict[str, Any]  # keys of a recipe, such as training.global_batch, with their values
 Setting = tuple[str, ...]  # one label per axis of a part
 _STRICT = ConfigDict(extra="forbid")
+
+Form = Literal[
+    "value",
+    "ratio",
+    "reduction",
+    "largest",
+    "most",
+    "least",
+    "scaling",
+    "trend",
+    "levels-off",
+    "fails",
+    "plan",
+]
+
+_OF_ALL_SETTINGS = ("largest", "scaling", "trend", "levels-off", "fails")  # claims that no part of their settings shows
 
 QUANTITIES = {  # values of a grid's row, with the labels of their axes; an experiment has quantities of its own
     "iteration_s": "s per iteration",
@@ -56,23 +72,30 @@ class Claim:
     - reduction: 1 − that ratio;
     - largest: the largest ``quantity`` of ``system`` in any setting, divided by that of ``against``;
     - most: ``system`` has the largest ``quantity`` of all systems (least: the smallest), in so many of the settings;
-    - scaling: ``quantity`` of ``system`` in the last setting divided by that in the first, times ``factor``;
+    - scaling: ``quantity`` of ``system`` in the last setting divided by that in the first (of all, or the two of the
+      labels ``between``), times ``factor``;
+    - trend: whether ``quantity`` of ``system``, divided by that of ``against`` if given, falls or rises from setting to
+      setting;
+    - levels-off: the first setting from which on ``quantity`` of ``system`` stays as it is;
     - fails: the settings in which ``system`` runs out of memory, as labels;
     - plan: the plan of ``system``, as in "dp=8 pp=4".
 
     If ``against`` lists several systems, the best of them in each setting counts: the largest ``quantity``, or the
-    smallest of iteration_s. ``paper`` is a number, a range [lowest, highest], or words for the forms fails and plan.
-    ``over`` says which of our values it stands for.
+    smallest of iteration_s. ``paper`` is a number, a range [lowest, highest] in which each of our values should lie, or
+    words for the forms trend, levels-off, fails and plan. ``over`` says for which of our values it stands. ``source``
+    says whether the paper prints it, a formula of the paper gives it, or it is a fit of our own.
     """
 
     says: str
     system: str
-    form: Literal["value", "ratio", "reduction", "most", "least", "scaling", "largest", "fails", "plan"]
+    form: Form
     paper: float | tuple[float, float] | list[str] | str | None = None
     against: str | list[str] | None = None
     quantity: str | None = None  # default: the quantity of the part
     settings: list[str] = field(default_factory=list)
+    between: tuple[str, str] | None = None  # of the form scaling: labels of the first and the last setting
     over: Literal["range", "mean", "largest", "smallest"] = "range"
+    source: Literal["paper", "formula", "fit"] = "paper"
     factor: float = 1.0
     because: list[Cause] = field(default_factory=list)
     note: str = ""
@@ -143,11 +166,12 @@ def names() -> list[str]:
 
 
 def file_of(name: str) -> Path:
-    """The file of the item ``name``; raises RecipeError if there is none."""
-    file = FOLDER / f"{name}.yaml"
-    if not file.is_file():
-        raise RecipeError(COMMAND_LINE, "item", f"there is no {name!r}; it takes {', '.join(names())}")
-    return file
+    """The file of the item ``name``, which may be the path of a file; raises RecipeError if there is none."""
+    for file in (Path(name), FOLDER / f"{name}.yaml"):
+        if file.suffix in (".yaml", ".yml") and file.is_file():
+            return file
+    known = ", ".join(names())
+    raise RecipeError(COMMAND_LINE, "item", f"there is no {name!r}; it takes the path of a .yaml file, or {known}")
 
 
 def read_item(file: Path) -> Item:
@@ -190,7 +214,7 @@ def _check(file: Path, key: str, part: Part) -> None:
         for name in (claim.system, *against(claim)):
             if name not in part.systems:
                 raise RecipeError(file, where, f"there is no system {name!r}; it takes {', '.join(part.systems)}")
-        if unknown := [label for label in claim.settings if label not in labels]:
+        if unknown := [label for label in _labels_of(claim) if label not in labels]:
             raise RecipeError(
                 file, where, f"no axis has the label {unknown[0]!r}; it takes {', '.join(sorted(labels))}"
             )
@@ -200,6 +224,57 @@ def _check(file: Path, key: str, part: Part) -> None:
             raise RecipeError(file, f"{key}.printed", f"there is no system {system!r}")
         if unknown := [setting for setting in figures if setting not in settings]:
             raise RecipeError(file, f"{key}.printed.{system}", f"there is no setting {unknown[0]!r}")
+
+
+def predicted_parts(item: Item, only: Sequence[str]) -> Item:
+    """``item`` with only its simulated parts, cut to the settings and systems that have the labels ``only``.
+
+    Of an axis without any of these labels, and of the systems if none is among them, all stay. Claims about what is cut
+    away are left out. Raises RecipeError for a label that no simulated part has, or if there is no such part.
+    """
+    parts = [part for part in item.parts if part.how == "simulated"]
+    if not parts:
+        raise RecipeError(COMMAND_LINE, "item", f"{item.paper}, {item.place}: no part of it is predicted for a cluster")
+    labels = dict.fromkeys(label for part in parts for group in (*part.axes, part.systems) for label in group)
+    if unknown := [label for label in only if label not in labels]:
+        raise RecipeError(COMMAND_LINE, "--only", f"found {unknown[0]!r}; it takes {', '.join(labels)}")
+    return replace(item, parts=[_cut(part, only) for part in parts])
+
+
+def _cut(part: Part, only: Sequence[str]) -> Part:
+    def kept(group: dict[str, Overrides]) -> dict[str, Overrides]:
+        return {label: group[label] for label in group if label in only} or group
+
+    axes, systems = [kept(axis) for axis in part.axes], kept(part.systems)
+    remaining = {label for axis in axes for label in axis}
+    settings = {", ".join(labels) for labels in product(*axes)}
+    return replace(
+        part,
+        axes=axes,
+        systems=systems,
+        printed={
+            system: {setting: figure for setting, figure in figures.items() if setting in settings}
+            for system, figures in part.printed.items()
+            if system in systems
+        },
+        claims=[
+            claim
+            for claim in part.claims
+            if {claim.system, *against(claim)} <= systems.keys()
+            and remaining.issuperset(_labels_of(claim))
+            and not (claim.form in _OF_ALL_SETTINGS and _means(claim, part.settings) != _means(claim, product(*axes)))
+        ],
+    )
+
+
+def _means(claim: Claim, settings: Iterable[Setting]) -> list[Setting]:
+    """Those of ``settings`` that ``claim`` is about."""
+    return [tuple(one) for one in settings if set(claim.settings) <= set(one)]
+
+
+def _labels_of(claim: Claim) -> list[str]:
+    """The labels of settings that ``claim`` names."""
+    return [*claim.settings, *(claim.between or ())]
 
 
 def against(claim: Claim) -> Sequence[str]:

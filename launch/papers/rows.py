@@ -1,6 +1,7 @@
 """The rows of a part: what each system reaches at each setting, predicted or run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from inspect import signature
 from json import dumps
 from pathlib import Path
@@ -12,30 +13,36 @@ from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.search.axes import plan_name
 from auto3d.search.planned_model import PlannedModel
-from launch.drivers.sweep import Retry, run_sweep
+from launch.drivers.sweep import Retry, Sweep, left_of, run_grid, run_sweep
 from launch.model.costs import planning_subject
 from launch.model.search import search_recipe
 from launch.papers.experiments import EXPERIMENTS
 from launch.papers.item import Part, Setting
 from launch.papers.row import Row
+from launch.papers.stored import run_of
 from launch.recipe.load import LoadedRecipe, load_groups
-from launch.recipe.settings import device
+from launch.recipe.overrides import read_overrides, replaced
+from launch.recipe.settings import cluster, device
+from launch.store.trials import Command, Trial
 from launch.store.watcher import Watcher
 
 GIB = 2**30
+PLANNERS = ("chimera", "megatron", "rannc", "rannc-any-depth", "amp")  # algorithms that are other systems' planners
+TRIALS = 1  # plans of a row that are measured, where its search.trials says nothing
 SEARCH = {"search.algorithm": "auto", "search.seconds": 1e7}  # limited by candidates: a clock would change results
+_SIZES = (("cluster", "nodes"), ("cluster", "devices_per_node"), ("cluster", "more"))
 MOST_SUBJECTS = 4  # models in memory; those of a setting are used one after the other
 RUN = {"launch.executor": "local"}
 
 
 class RowMaker:
-    """Makes rows of the parts of one item, which ``file`` declares.
+    """Makes rows of the parts of one item, which ``file`` declares; a user's ``overrides`` replace those of its rows.
 
     Predictions for the same model share its Graphs. Sweeps report to ``watcher``.
     """
 
-    def __init__(self, name: str, file: Path, watcher: Watcher) -> None:
-        self._name, self._file, self._watcher = name, file, watcher
+    def __init__(self, name: str, file: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> None:
+        self._name, self._file, self._watcher, self._overrides = name, file, watcher, tuple(overrides)
         self._subjects: dict[str, PlannedModel] = {}
 
     def rows(self, part: Part) -> list[Row]:
@@ -54,9 +61,9 @@ class RowMaker:
         overrides = part.overrides(setting, system) | dict(changed or {})
         recipe = self.recipe(part, overrides)
         try:
-            found = self._predicted(recipe) if part.how == "simulated" else self._run(recipe)
+            found = self._predicted(recipe) if part.how == "simulated" else self._run_alone(recipe)
         except InputError as error:
-            found = {"problem": str(error).removeprefix(f"{self._file}: "), "kind": error.kind}
+            found = self._problem(error)
         return Row(setting=setting, system=system, **found)
 
     def recipe(self, part: Part, overrides: Mapping[str, Any]) -> LoadedRecipe:
@@ -65,7 +72,67 @@ class RowMaker:
         if part.how == "emulated":
             fixed = fixed | {"training.compute": "emulated"}
         written = [f"{key}={dumps(value)}" for key, value in {**fixed, **overrides}.items()]
-        return load_groups(f"paper-{self._name}", self._file, part.base, written)
+        own = load_groups(run_of(self._name), self._file, part.base, written)
+        return self._changed(part, own) if self._overrides else own
+
+    def _changed(self, part: Part, own: LoadedRecipe) -> LoadedRecipe:
+        """``own`` with the user's overrides. Another cluster gives as many devices, unless these say how many nodes."""
+
+        def with_more(*more: str) -> LoadedRecipe:
+            changes = replaced(own.overrides, [*self._overrides, *more])
+            return load_groups(own.name, self._file, part.base, changes)
+
+        changed = with_more()
+        wanted, found = cluster(own).devices, cluster(changed)
+        if found.devices == wanted or any(path[:2] in _SIZES for path in read_overrides(self._overrides)):
+            return changed
+        each = changed.values.cluster.devices_per_node
+        if changed.values.cluster.more or wanted % each:
+            problem = f"the item has {wanted} devices here, and a node of this cluster {each}; say how many nodes"
+            raise changed.error("cluster.nodes", problem)
+        return with_more(f"cluster.nodes={wanted // each}")
+
+    def measured(self, parts: Sequence[Part], command: Command, *, retry: Retry, follow: bool) -> list[list[Row]]:
+        """The rows of each of ``parts`` by measurement: of the search.trials plans that are the fastest by prediction.
+
+        All trials run as one sweep, where launch.executor says. ``command`` is what `auto3d resume` shall run.
+        """
+        cells = [[(setting, system) for setting in part.settings for system in part.systems] for part in parts]
+        recipes = [self._to_measure(part, *cell) for part, each in zip(parts, cells, strict=True) for cell in each]
+        sweeps = run_grid(recipes, command, retry=retry, watcher=self._watcher, follow=follow)
+        found = iter(zip(recipes, sweeps, strict=True))
+        return [[self._row_of(*cell, *next(found)) for cell in each] for each in cells]
+
+    def _row_of(self, setting: Setting, system: str, recipe: LoadedRecipe, sweep: Sweep | InputError) -> Row:
+        values = self._problem(sweep) if isinstance(sweep, InputError) else _measured(recipe, sweep)
+        return Row(setting=setting, system=system, **values)
+
+    def store(self, parts: Sequence[Part]) -> LoadedRecipe:
+        """A recipe by which to look into the store of all rows."""
+        return self._to_measure(parts[0], parts[0].settings[0], next(iter(parts[0].systems)))
+
+    def left(self, parts: Sequence[Part], retry: Retry) -> list[Trial]:
+        """The trials that ``measured`` would run."""
+        trials: dict[Trial, None] = {}
+        for part in parts:
+            for setting in part.settings:
+                for system in part.systems:
+                    with suppress(InputError):  # the row will say why it has no plan
+                        recipe = self._to_measure(part, setting, system)
+                        only = bool(recipe.values.search.planners)
+                        trials |= dict.fromkeys(left_of(recipe, retry, only_planners=only))
+        return list(trials)
+
+    def _to_measure(self, part: Part, setting: Setting, system: str) -> LoadedRecipe:
+        """The recipe of a row, whose sweep runs search.trials plans."""
+        overrides = part.overrides(setting, system)
+        search = self.recipe(part, overrides).values.search
+        if search.algorithm in PLANNERS:  # the system is that planner: it has one plan
+            return self.recipe(part, {**overrides, "search.planners": [search.algorithm]})
+        return self.recipe(part, {"search.max_trials": search.trials or TRIALS, **overrides})
+
+    def _problem(self, error: InputError) -> dict[str, Any]:
+        return {"problem": str(error).removeprefix(f"{self._file}: "), "kind": error.kind}
 
     def _predicted(self, recipe: LoadedRecipe) -> dict[str, Any]:
         values = recipe.values
@@ -94,24 +161,8 @@ class RowMaker:
             "plan": str(best.candidate),
         }
 
-    def _run(self, recipe: LoadedRecipe) -> dict[str, Any]:
-        sweep = run_sweep(recipe, retry=Retry.ALL, watcher=self._watcher)
-        ended = list(sweep.ended().values())
-        if not (good := [one for one in ended if one.status is Status.OK]):
-            problem = "; ".join(dict.fromkeys(f"{one.status}: {one.error}" for one in ended))
-            return {"problem": problem, "kind": "memory" if any(one.status is Status.OOM for one in ended) else "other"}
-        best: Measurement = min(good, key=lambda one: one.median_s)
-        values = _speed(best.plan, best.median_s, recipe)
-        if best.peak_bytes:
-            memory = [peak / GIB for peak in best.peak_bytes]
-            sizes = {"peak_gib": max(memory), "mean_gib": sum(memory) / len(memory), "least_gib": min(memory)}
-            values |= sizes
-        where = best.environment
-        return {
-            "values": values,
-            "plan": plan_name(best.plan),
-            "made_on": f"{where.computer}, torch {where.torch}, {best.finished[:10]}" if where else "",
-        }
+    def _run_alone(self, recipe: LoadedRecipe) -> dict[str, Any]:
+        return _measured(recipe, run_sweep(recipe, retry=Retry.ALL, watcher=self._watcher))
 
     def _experiment(self, part: Part) -> Iterator[Row]:
         assert part.experiment is not None
@@ -130,6 +181,25 @@ class RowMaker:
                 f"it takes {', '.join(takes) or 'none'}"
             )
         yield from experiment(tell=self._watcher.tell, **part.arguments)
+
+
+def _measured(recipe: LoadedRecipe, sweep: Sweep) -> dict[str, Any]:
+    """The row of the fastest trial of ``sweep``."""
+    ended = list(sweep.ended().values())
+    if not (good := [one for one in ended if one.status is Status.OK]):
+        problem = "; ".join(dict.fromkeys(f"{one.status}: {one.error}" for one in ended)) or "no trial has ended"
+        return {"problem": problem, "kind": "memory" if any(one.status is Status.OOM for one in ended) else "other"}
+    best: Measurement = min(good, key=lambda one: one.median_s)
+    values = _speed(best.plan, best.median_s, recipe)
+    if best.peak_bytes:
+        memory = [peak / GIB for peak in best.peak_bytes]
+        values |= {"peak_gib": max(memory), "mean_gib": sum(memory) / len(memory), "least_gib": min(memory)}
+    where, how = best.environment, " (emulated devices)" if best.emulated else ""
+    return {
+        "values": values,
+        "plan": plan_name(best.plan),
+        "made_on": f"{where.computer}{how}, torch {where.torch}, {best.finished[:10]}" if where else "",
+    }
 
 
 def _speed(plan: Plan, iteration_s: float, recipe: LoadedRecipe) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,20 +10,35 @@ from pathlib import Path
 from tabulate import tabulate
 
 from launch.papers.claims import Checked
+from launch.papers.experiments import MADE
 from launch.papers.figure import draw
-from launch.papers.item import Item, Part
+from launch.papers.item import Claim, Item, Part
 from launch.papers.row import Row
 from launch.store.files import write_whole
 
 HOW = {
-    "simulated": "Simulated, not measured: by our cost model and simulator, on the figures of the paper's cluster.",
-    "emulated": "Emulated: real processes, messages and gradient syncs; operations take the time that the cost model "
-    "gives them.",
-    "measured": "Measured: real training by our runtime.",
+    "simulated": "Simulated, not measured: by our cost model and simulator, on the figures of {cluster}.",
+    "emulated": "Emulated: our runtime under each system's plan, with real processes, messages and gradient syncs; "
+    "operations take the time that the cost model gives them.",
+    "measured": "Measured: real training, of each column by our runtime under that system's plan.",
     "experiment": "",
 }
+HERE = (
+    "*Measured here*: real trials, by our runtime, of the plans that are the fastest by that prediction; of several of "
+    "a system, the fastest."
+)
 CLAIMS = "-claims.csv"  # ending of the file that the page of all claims is made from
 CLAIM_COLUMNS = ("claim", "paper", "ours", "verdict")
+MADE_COLUMN = "made"  # how our figure of the claim was made, or what it was compared with instead of the paper's figure
+COMPARISONS = {
+    "measured": "measured",
+    "emulated": "emulated",
+    "simulated": "simulated",
+    "formula": "ours against a formula of the paper",
+    "fit": "a fit of our own",
+}
+HERE_COLUMNS = ("measured here", "verdict here")
+MEASURED = "measured here"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +48,19 @@ class MadePart:
     part: Part
     rows: Sequence[Row]
     claims: Sequence[Checked]
+    here: Sequence[Row] = ()  # of a predicted part: the same rows by measurement, if there was one
+    claims_here: Sequence[Checked] = ()
 
 
-def write_item(name: str, item: Item, made: Sequence[MadePart], folder: Path) -> list[Path]:
-    """Write NAME.md, NAME.csv, NAME-claims.csv and, for each part that has a figure, NAME.svg; returns the files."""
+def write_item(name: str, item: Item, made: Sequence[MadePart], folder: Path, changed: str = "") -> list[Path]:
+    """Write NAME.md, NAME.csv, NAME-claims.csv and, for each part that has a figure, NAME.svg; returns the files.
+
+    ``changed`` is the command that made them where it changes the item; empty: the item is as it is shipped.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     figures = _figures(name, made)
     files = {
-        f"{name}.md": _markdown(name, item, made, list(figures)),
+        f"{name}.md": _markdown(name, item, made, list(figures), changed),
         f"{name}.csv": _csv(made),
         f"{name}{CLAIMS}": _claims_csv(made),
         **{file: text for file, (text, _) in figures.items()},
@@ -52,32 +73,67 @@ def write_item(name: str, item: Item, made: Sequence[MadePart], folder: Path) ->
 def write_index(items: Mapping[str, Item], folder: Path) -> Path:
     """Write README.md: all claims of the items that have been made, with a link to each item."""
     rows: list[tuple[str, ...]] = []
+    columns: tuple[str, ...] = CLAIM_COLUMNS
+    totals: dict[str, Counter[tuple[str, str]]] = {}  # paper -> how made and verdict -> claims
     for name, item in items.items():
-        file = folder / f"{name}{CLAIMS}"
-        if not file.is_file():
+        claims = _claims_in(folder / f"{name}{CLAIMS}")
+        if claims is None:
             rows.append((f"{item.paper}, {item.place}", item.title, "", "not made", ""))
-            continue
-        with file.open(newline="") as lines:
-            for number, row in enumerate(csv.DictReader(lines)):
+        else:
+            for number, row in enumerate(claims):
                 place = f"[{item.paper}, {item.place}]({name}.md)" if number == 0 else ""
-                rows.append((place, *(row[column] for column in CLAIM_COLUMNS)))
+                if made := row.pop(MADE_COLUMN, ""):  # files of earlier versions do not have it
+                    totals.setdefault(item.paper, Counter())[made, row["verdict"].split(",")[0]] += 1
+                columns = max(columns, tuple(row), key=len)
+                rows.append((place, *row.values()))
     text = "\n".join(
         [
             "# The papers' tables and figures, made again",
             "",
             "    make papers                     # all of them; or one: make paper ITEM=merak-fig10a",
             "",
-            "*Reproduced*: within 10 % of the paper's figure, or of both ends of its range. Each page says what is",
-            "simulated, emulated or measured, and which changed assumption makes a difference go away. Such an",
-            "assumption, for example a slower link, is chosen to see its effect; it is not measured, unless the page",
-            "says so.",
+            "*Reproduced*: within 10 % of the paper's figure; of a ratio, within 10 % of its gain, so that 1.02 is a",
+            "fifth of 1.10. Of a range, each of our settings must lie in it or so near to it, and a setting in which",
+            "our system does not run counts against it. Each page says what is simulated, emulated or measured, and",
+            "which changed assumption makes a difference go away. Such an assumption, for example a slower link, is",
+            "chosen to see its effect; it is not measured, unless the page says so.",
             "",
-            tabulate(rows, ["item", "claim", "paper", "ours", "verdict"], "github", disable_numparse=True),
+            _totals(totals),
+            "",
+            tabulate(rows, ["item", *columns], "github", disable_numparse=True),
             "",
         ]
     )
     write_whole(folder / "README.md", text)
     return folder / "README.md"
+
+
+def items_in(folder: Path) -> list[str]:
+    """The names of the items that were made into ``folder``."""
+    return [file.name.removesuffix(CLAIMS) for file in folder.glob(f"*{CLAIMS}")]
+
+
+def _claims_in(file: Path) -> list[dict[str, str]] | None:
+    """The claims of an item that was made; None if it was not."""
+    if not file.is_file():
+        return None
+    with file.open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def _totals(totals: Mapping[str, Counter[tuple[str, str]]]) -> str:
+    """Papers × how our figures were made: how many of the claims that can be compared are reproduced."""
+    rows = []
+    for paper, found in [*totals.items(), ("all", sum(totals.values(), Counter()))]:
+        cells = [f"{found[kind, 'reproduced']} of {_compared(found, kind)}" for kind in COMPARISONS]
+        left = sum(number for (_, verdict), number in found.items() if verdict == "not compared")
+        rows.append((paper, *(cell if cell != "0 of 0" else "–" for cell in cells), left))
+    headings = ["claims reproduced", *COMPARISONS.values(), "without a figure in the paper"]
+    return tabulate(rows, headings, "github", disable_numparse=True)
+
+
+def _compared(found: Counter[tuple[str, str]], kind: str) -> int:
+    return sum(number for (made, verdict), number in found.items() if made == kind and verdict != "not compared")
 
 
 def _figures(name: str, made: Sequence[MadePart]) -> dict[str, tuple[str, MadePart]]:
@@ -91,22 +147,30 @@ def _figures(name: str, made: Sequence[MadePart]) -> dict[str, tuple[str, MadePa
     return found
 
 
-def _markdown(name: str, item: Item, made: Sequence[MadePart], figures: Sequence[str]) -> str:
-    lines = [f"# {item.title}", "", f"{item.paper}, {item.place}. Again: `make paper ITEM={name}`", ""]
+def _markdown(name: str, item: Item, made: Sequence[MadePart], figures: Sequence[str], changed: str) -> str:
+    again = f"Changed and cut. Again: `{changed}`" if changed else f"Again: `make paper ITEM={name}`"
+    cluster = "the cluster that this command names" if " cluster" in changed else "the paper's cluster"
+    lines = [f"# {item.title}", "", f"{item.paper}, {item.place}. {again}", ""]
     if item.text:
         lines += [item.text.strip(), ""]
     remaining = list(figures)
     for one in made:
         lines += [f"## {one.part.title}", ""]
-        if words := " ".join([HOW[one.part.how], one.part.text.strip(), *_made_on(one.rows)]).strip():
+        if words := " ".join(
+            [HOW[one.part.how].format(cluster=cluster), one.part.text.strip(), *_made_on(one.rows)]
+        ).strip():
             lines += [words, ""]
+        if one.here:
+            lines += [" ".join([HERE, *_made_on(one.here)]), ""]
         lines += [_grid(one), ""]
         if one.part.figure is not None:
             lines += [f"![{one.part.title}]({remaining.pop(0)})", ""]
         if problems := _problems(one.rows):
             lines += ["No value:", "", *problems, ""]
+        if problems := _problems(one.here):
+            lines += ["Not measured:", "", *problems, ""]
         if one.claims:
-            lines += [_claims_table(one.claims), "", *_explanations(one.claims)]
+            lines += [_claims_table(one), "", *_explanations(one.claims)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -116,21 +180,28 @@ def _made_on(rows: Sequence[Row]) -> list[str]:
 
 
 def _grid(one: MadePart) -> str:
-    """Settings × systems: our quantity, and the paper's in brackets where it prints one."""
+    """Settings × systems: our quantity, and the paper's in brackets where it prints one; then what was measured."""
     systems = list(dict.fromkeys(row.system for row in one.rows))
     settings = list(dict.fromkeys(row.setting for row in one.rows))
     cells = {(row.setting, row.system): row for row in one.rows}
+    here = {(row.setting, row.system): row for row in one.here}
     quantity = one.part.quantity
     table = []
     for setting in settings:
         line = [", ".join(setting)]
         for system in systems:
-            row = cells.get((setting, system))
-            text = "–" if row is None or quantity not in row.values else _digits(row.values[quantity])
+            text = _cell(cells.get((setting, system)), quantity)
             printed = one.part.printed.get(system, {}).get(", ".join(setting))
             line.append(text if printed is None else f"{text} (paper {printed})")
+            if here:
+                line.append(_cell(here.get((setting, system)), quantity))
         table.append(line)
-    return tabulate(table, [quantity, *systems], "github", disable_numparse=True)
+    headings = [name for system in systems for name in (system, *[f"{system}, {MEASURED}"] * bool(here))]
+    return tabulate(table, [quantity, *headings], "github", disable_numparse=True)
+
+
+def _cell(row: Row | None, quantity: str) -> str:
+    return "–" if row is None or quantity not in row.values else _digits(row.values[quantity])
 
 
 def _problems(rows: Sequence[Row]) -> list[str]:
@@ -142,13 +213,19 @@ def _problems(rows: Sequence[Row]) -> list[str]:
     return [f"- {'; '.join(where)}: {reason}" for reason, where in reasons.items()]
 
 
-def _claims_table(claims: Sequence[Checked]) -> str:
-    rows = [_claim_row(checked) for checked in claims]
-    return tabulate(rows, CLAIM_COLUMNS, "github", disable_numparse=True)
+def _claims_table(one: MadePart) -> str:
+    return tabulate(_claim_rows(one), _claim_columns(one), "github", disable_numparse=True)
 
 
-def _claim_row(checked: Checked) -> tuple[str, str, str, str]:
-    return checked.claim.says, checked.paper, checked.ours, checked.verdict
+def _claim_columns(one: MadePart) -> tuple[str, ...]:
+    return (*CLAIM_COLUMNS, *HERE_COLUMNS) if one.here else CLAIM_COLUMNS
+
+
+def _claim_rows(one: MadePart) -> list[tuple[str, ...]]:
+    rows = [(found.claim.says, found.paper, found.ours, found.verdict) for found in one.claims]
+    if not one.here:
+        return [*rows]
+    return [(*row, found.ours, found.verdict) for row, found in zip(rows, one.claims_here, strict=True)]
 
 
 def _explanations(claims: Sequence[Checked]) -> list[str]:
@@ -173,8 +250,8 @@ def _csv(made: Sequence[MadePart]) -> str:
     columns = ("part", "how", "setting", "system", "quantity", "ours", "paper", "difference", "plan", "problem")
     writer.writerow(columns)
     for one in made:
-        for row in one.rows:
-            place = one.part.title, one.part.how, ", ".join(row.setting), row.system
+        for how, row in [*((one.part.how, row) for row in one.rows), *((MEASURED, row) for row in one.here)]:
+            place = one.part.title, how, ", ".join(row.setting), row.system
             printed = one.part.printed.get(row.system, {}).get(", ".join(row.setting), "")
             for quantity, value in row.values.items() or [(one.part.quantity, None)]:
                 paper = printed if quantity == one.part.quantity else ""
@@ -187,9 +264,18 @@ def _csv(made: Sequence[MadePart]) -> str:
 def _claims_csv(made: Sequence[MadePart]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CLAIM_COLUMNS)
-    writer.writerows(_claim_row(checked) for one in made for checked in one.claims)
+    writer.writerow([MADE_COLUMN, *max((_claim_columns(one) for one in made), key=len)])
+    for one in made:
+        made_so = [_made(one.part, found.claim) for found in one.claims]
+        writer.writerows((how, *row) for how, row in zip(made_so, _claim_rows(one), strict=True))
     return text.getvalue()
+
+
+def _made(part: Part, claim: Claim) -> str:
+    """A key of COMPARISONS."""
+    if claim.source != "paper":
+        return claim.source
+    return part.how if part.experiment is None else MADE[part.experiment]
 
 
 def _digits(value: float) -> str:

@@ -123,7 +123,7 @@ def load_groups(name: str, file: Path, base: str | Mapping[str, Any], overrides:
     """The recipe ``name`` that ``file`` declares among other things: groups, or the name of another recipe."""
     if isinstance(base, str):
         base = read_yaml(_find(file, base, folder="", key="base"))
-    return _loaded(name, str(file), file, dict(base), overrides)
+    return _loaded(name, name, file, dict(base), overrides)
 
 
 def _loaded(name: str, written: str, file: Path, raw: dict[Any, Any], overrides: Sequence[str]) -> LoadedRecipe:

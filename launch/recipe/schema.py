@@ -326,6 +326,12 @@ class LaunchRecipe:
     mail_user: str | None = key(None, "recipient of SLURM's mails")
     mail_type: str | None = key(None, "events that SLURM sends mail about, as in END,FAIL")
     array_throttle: int = key(256, "trials of one job array that run at the same time", least=1)
+    max_submitted: int | None = key(
+        None,
+        "most trials of a recipe that are pending or running at once, each counted as a job; none: as many as SLURM "
+        "accepts. The others are submitted as these end",
+        least=1,
+    )
     additional_parameters: dict[str, Any] = key(
         {},
         "further options of sbatch, as in {licenses: matlab}; true: an option without a value",

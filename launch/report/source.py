@@ -24,7 +24,7 @@ from launch.model.sweep_plans import plans_of_sweep
 from launch.recipe.load import LoadedRecipe, load
 from launch.recipe.settings import emulation, predicted_precision
 from launch.recipe.words import counted
-from launch.store.trials import StoreError, last_command, measurement_of, recipe_folder, trial_settings
+from launch.store.trials import StoreError, candidate_in, last_command, measurement_of, recipe_folder, trial_settings
 
 SEARCHED = 1000  # most plans of a search that a report lists
 
@@ -80,7 +80,7 @@ def _of_sweep(results: tables.Results) -> ReportSource:
     recipe = results.recipe
     model = PlanningModel(recipe)
     graph_at = cache(model.graph)
-    swept_before = [Candidate(**fields) for fields in results.candidates.values()]
+    swept_before = [candidate_in(fields) for fields in results.candidates.values()]
     swept = plans_of_sweep(recipe, graph_at, model, before=swept_before)
     found = swept.candidates
     costs = candidates.runnable_maker(recipe, graph_at, model).model

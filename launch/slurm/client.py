@@ -15,6 +15,10 @@ class SlurmError(InputError):
     """SLURM does not answer, or it refuses the request."""
 
 
+class JobLimitError(SlurmError):
+    """SLURM accepts no more jobs of this user now: an account or a quality of service limits their number."""
+
+
 def run(command: Sequence[str], *, timeout_s: float = COMMAND_S) -> subprocess.CompletedProcess[str]:
     """The result of ``command``; raises SlurmError if it is not installed, fails, or exceeds ``timeout_s``."""
     name = command[0]

@@ -94,6 +94,17 @@ def jobs_called(name: str) -> list[str]:
     return list(dict.fromkeys([*queued, *(listed or "").split()]))
 
 
+def answers() -> bool:
+    """Whether squeue answers now."""
+    return _queue() is not None
+
+
+def any_job() -> bool:
+    """Whether squeue lists a job of this user that has not ended, beside the job that this process may be in."""
+    own = os.environ.get("SLURM_JOB_ID")
+    return any(job.split("_")[0] != own and not one.state.ended for job, one in (_queue() or {}).items())
+
+
 def cancel(jobs: Sequence[str]) -> None:
     """Ask SLURM to cancel ``jobs``; raises SlurmError if it refuses."""
     run(["scancel", *jobs])

@@ -36,6 +36,9 @@ class State(StrEnum):
     CANCELLED = "cancelled"  # the user has asked for this; SLURM confirms it later
 
 
+WITH_ALL = "with all"  # told of a cancelled trial: the user has cancelled all that was under way
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """One line of the manifest."""
@@ -44,7 +47,7 @@ class Entry:
     state: State
     job: str = ""  # SLURM's id, such as 123 or 123_4
     submission: str = ""  # name of the job and of its folder
-    told: str = ""  # why SLURM refused, or the status at the end
+    told: str = ""  # why SLURM refused, the status at the end, or WITH_ALL
     at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
 

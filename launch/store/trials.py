@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from auto3d.errors import InputError
 from auto3d.plan import AUTO3D, NO_OVERLAP, Plan
 from auto3d.runtime.measurement import Measurement, Status
+from auto3d.search.axes import Candidate
 from launch.peers.limits import engine_version
 from launch.recipe.load import LoadedRecipe, data_files
 from launch.slurm.executor import on_slurm
@@ -37,6 +38,7 @@ class Trial:
     name: str
     folder: Path
     plan: Plan
+    recipe: LoadedRecipe = field(compare=False, repr=False)
     checkpoints: Path | None = None  # folder for the checkpoints of a training; None for a trial
 
     @property
@@ -55,29 +57,40 @@ class Trial:
         """The trial's result, or None if it has not ended."""
         return _read_measurement(self.measurement_file)
 
-    def prepare(self, recipe: LoadedRecipe) -> None:
+    def prepare(self) -> None:
         """Create the folder with what the trial's process needs: the plan and the recipe with its overrides."""
         shutil.rmtree(self.folder, ignore_errors=True)  # files of an earlier attempt
         private_folder(self.folder)
         write_whole(self.plan_file, self.plan.to_json())
-        self.recipe_file.write_text(recipe.text, encoding="utf-8")
+        self.recipe_file.write_text(self.recipe.text, encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class SweepRecord:
-    """The last sweep of a recipe as sweep.json has it."""
+    """The last sweep of a recipe, or of several that share its store, as sweep.json has it."""
 
     overrides: list[str]
-    settings: str  # settings_digest() of its recipe
+    settings: str  # settings_digest() of its recipe; empty if there are several
     trials: list[str]  # names
     left_out: int  # number of candidates beyond search.max_trials
     predicted_s: dict[str, float] = field(default_factory=dict)  # name of a trial -> predicted seconds per iteration
     predicted_on: str = ""  # the basis of these predictions
     candidates: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name of a trial -> the Candidate of its plan, by field."""
+    """Name of a trial -> the Candidate of its plan, by field, and the ``planner`` of search.planners, if any."""
+    rows: dict[str, list[str]] = field(default_factory=dict)  # of several recipes: settings_digest() -> its trials
+
+    def trials_of(self, settings: str) -> list[str]:
+        """The names of the trials of the recipe with these ``settings``; empty if it was not in the sweep."""
+        return self.rows.get(settings, self.trials if self.settings == settings else [])
 
 
+PLANNER = "planner"  # beside the fields of a candidate: the planner of search.planners that made the plan, or none
 _sweep_adapter = TypeAdapter(SweepRecord)
+
+
+def candidate_in(fields: Mapping[str, Any]) -> Candidate:
+    """The Candidate among the ``fields`` that a SweepRecord has of a trial."""
+    return Candidate(**{name: value for name, value in fields.items() if name != PLANNER})
 
 
 def trials_of(recipe: LoadedRecipe, plans: Sequence[Plan]) -> list[Trial]:
@@ -94,7 +107,7 @@ def trials_of(recipe: LoadedRecipe, plans: Sequence[Plan]) -> list[Trial]:
     for plan in plans:
         around = surroundings | ({"engine": peer} if (peer := engine_version(plan.engine)) else {})
         name = _name(plan, _digest([measured, around, plan.to_json()]))
-        trials.append(Trial(name, recipe_folder(recipe) / "trials" / name, plan))
+        trials.append(Trial(name, recipe_folder(recipe) / "trials" / name, plan, recipe))
     return trials
 
 
@@ -120,7 +133,7 @@ def training_of(recipe: LoadedRecipe, plan: Plan, *, sought: bool = False) -> Tr
     else:
         digest = _digest(plan.to_json())
     name = f"{checkpoints.name}-{_name(plan, digest)}"
-    return Trial(name, recipe_folder(recipe) / "trials" / name, plan, checkpoints=checkpoints)
+    return Trial(name, recipe_folder(recipe) / "trials" / name, plan, recipe, checkpoints=checkpoints)
 
 
 def checkpoints_of(recipe: LoadedRecipe, *, global_batch: int, seed: int) -> Path:
@@ -199,6 +212,15 @@ def log_files(recipe: LoadedRecipe, entry: Entry) -> list[Path]:
 
 
 @dataclass(frozen=True)
+class ItemRun:
+    """What `paper --run` measures, and where it writes."""
+
+    item: str  # its name, or the path of its file
+    only: list[str]  # labels of the settings and systems that are measured; empty: all
+    output: str
+
+
+@dataclass(frozen=True)
 class Command:
     """The last command on a recipe, for `resume`."""
 
@@ -206,15 +228,15 @@ class Command:
     overrides: list[str]
     plan_file: str | None = None  # --plan of a training
     trials: list[str] = field(default_factory=list)  # names: those that a tune has chosen so far, or the training
+    item: ItemRun | None = None  # of `paper --run`
 
 
 _command_adapter = TypeAdapter(Command)
 
 
-def write_command(recipe: LoadedRecipe, verb: str, plan_file: str | None = None, *, trials: Sequence[str] = ()) -> None:
-    """Record the command that runs now."""
-    file = private_folder(recipe_folder(recipe)) / "command.json"
-    write_whole(file, dumps(asdict(Command(verb, list(recipe.overrides), plan_file, list(trials)))))
+def write_command(recipe: LoadedRecipe, command: Command) -> None:
+    """Record the ``command`` that runs now."""
+    write_whole(private_folder(recipe_folder(recipe)) / "command.json", dumps(asdict(command)))
 
 
 def last_command(recipe: LoadedRecipe) -> Command | None:
@@ -225,25 +247,8 @@ def last_command(recipe: LoadedRecipe) -> Command | None:
         return None
 
 
-def write_sweep(
-    recipe: LoadedRecipe,
-    trials: Sequence[Trial],
-    *,
-    left_out: int,
-    predicted_s: Mapping[Plan, float],
-    predicted_on: str,
-    candidates: Mapping[Plan, Mapping[str, Any]],
-) -> None:
-    """Record the sweep that runs now; ``predicted_s`` need not have all plans."""
-    sweep = SweepRecord(
-        list(recipe.overrides),
-        settings_digest(recipe),
-        [trial.name for trial in trials],
-        left_out,
-        {trial.name: predicted_s[trial.plan] for trial in trials if trial.plan in predicted_s},
-        predicted_on,
-        {trial.name: dict(candidates[trial.plan]) for trial in trials},
-    )
+def write_sweep(recipe: LoadedRecipe, sweep: SweepRecord) -> None:
+    """Record the ``sweep`` that runs now in the store of ``recipe``."""
     write_whole(private_folder(recipe_folder(recipe)) / "sweep.json", dumps(asdict(sweep), indent=1))
 
 
@@ -268,8 +273,10 @@ def measurement_of(recipe: LoadedRecipe, trial: str) -> Measurement | None:
 
 def settings_digest(recipe: LoadedRecipe) -> str:
     """A digest that is equal for recipes whose sweeps have the same trials on one machine."""
-    values = recipe.values
-    return _digest([_measured(recipe), asdict(values.search), asdict(values.prediction), values.cluster.memory_gib])
+    values, search = recipe.values, asdict(recipe.values.search)
+    if not search["planners"]:
+        del search["planners"]  # sweeps from before there was this key are the same sweeps
+    return _digest([_measured(recipe), search, asdict(values.prediction), values.cluster.memory_gib])
 
 
 def trial_settings(recipe: LoadedRecipe) -> str:

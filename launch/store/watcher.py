@@ -3,12 +3,11 @@
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Protocol
 
 from auto3d.runtime.measurement import Measurement, Status
-from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import emulation
 from launch.store.files import write_whole
 from launch.store.trials import Trial
@@ -41,12 +40,32 @@ class Watcher(Protocol):
     def end(self, ended: Ended) -> None: ...
 
 
-def write_failure(recipe: LoadedRecipe, trial: Trial, status: Status, error: str) -> Measurement:
+@dataclass(frozen=True)
+class SomeTrials:
+    """Passes the progress of some trials to ``watcher``, as those of ``total`` that come after ``before`` others."""
+
+    watcher: Watcher
+    before: int
+    total: int
+
+    def begin(self, total: int, kept: Sequence[tuple[Trial, Measurement]], left_out: int) -> None: ...
+
+    def tell(self, line: str) -> None:
+        self.watcher.tell(line)
+
+    def start(self, trial: Trial) -> None:
+        self.watcher.start(trial)
+
+    def end(self, ended: Ended) -> None:
+        self.watcher.end(replace(ended, number=self.before + ended.number, total=self.total))
+
+
+def write_failure(trial: Trial, status: Status, error: str) -> Measurement:
     """Write and return the measurement of a trial that could not write its own."""
     measurement = Measurement(
         plan=trial.plan,
         status=status,
-        emulated=emulation(recipe.values) is not None,
+        emulated=emulation(trial.recipe.values) is not None,
         error="\n".join(error.rstrip().splitlines()[-ERROR_LINES:]),
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
     )

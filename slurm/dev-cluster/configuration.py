@@ -169,6 +169,7 @@ PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 
 AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageEnforce=limits
 AccountingStorageHost={addresses[CONTROL]}
 AccountingStoragePort=6819
 AccountingStoragePass={paths.munge_socket}

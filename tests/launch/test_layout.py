@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.recipe.load import load
-from launch.store.trials import write_command
+from launch.store.trials import Command, write_command
 
 ROOT = Path(__file__).parents[2]
 LARGE = {"torch", "transformers", "scipy", "matplotlib"}
@@ -184,7 +184,7 @@ def test_what_a_driver_of_days_does_without(module, absent):
 @pytest.mark.parametrize("arguments", [["--help"], ["status", "tiny"], ["cancel", "tiny"], ["sweep", "--help"]])
 def test_what_a_quick_command_does_without(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_command(load("tiny"), "train", trials=["dp1"])
+    write_command(load("tiny"), Command("train", [], trials=["dp1"]))
     code = "import sys; from launch.main import main; sys.argv[0] = 'auto3d'\ntry: main()\nexcept SystemExit as end:\n"
     code += "    assert not end.code\n    print('\\n', *sys.modules)"
     command = [sys.executable, "-c", code, *arguments]

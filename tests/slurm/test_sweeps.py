@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 
 from launch.store.manifest import Entry, Manifest, State
+from tests.launch.papers.test_measured import ITEM
 from tests.slurm.conftest import PROGRAM, REPOSITORY, wait_for
 from tests.slurm.sweeps import LONG, OWN, SAVED_S, Sweeps, end, ranks_on, statuses
 from tests.slurm.test_dev_cluster import pids
@@ -302,3 +303,97 @@ def test_status_logs_and_cancel(sweeps):
     assert "cancelled 1 job of SLURM: dp1" in sweeps.auto3d("cancel", "pp2")
     end(logs)
     assert "1 cancelled" in sweeps.auto3d("status", "--watch")
+
+
+# Limits on jobs
+
+
+@pytest.fixture
+def two_jobs(cluster):
+    """SLURM lets this user have two submitted jobs."""
+
+    def limit(number: int) -> None:
+        cluster.run("sacctmgr", "--immediate", "modify", "user", "root", "set", f"MaxSubmitJobs={number}")
+
+    limit(2)
+    yield
+    limit(-1)
+
+
+SPACE_OF_5 = [
+    *("training.global_batch=16", "search.micro_batch_size=[1,2,4,8,16]", "search.pp=[1]", "cluster.nodes=1"),
+    *("cluster.devices_per_node=1", "measure.iterations=1", "measure.warmup_iterations=1"),
+]
+
+
+def most_at_once(entries: list[Entry]) -> int:
+    """The largest number of trials that were submitted and had not ended."""
+    live, most = set(), 0
+    for entry in entries:
+        if entry.state is State.SUBMITTED:
+            live.add(entry.trial)
+        elif entry.state is State.ENDED:
+            live.discard(entry.trial)
+        most = max(most, len(live))
+    return most
+
+
+def test_what_a_limit_on_jobs_leaves_over_is_submitted_as_jobs_end(sweeps, two_jobs):
+    told = end(sweeps.start("sweep", *SPACE_OF_5))
+    assert statuses(sweeps) == ["ok"] * 5
+    assert sweeps.starts() == [1] * 5
+    assert most_at_once(sweeps.entries()) == 2
+    assert told.count("AssocMaxSubmitJobLimit") == 1, told
+    assert "will be submitted as jobs end" in told
+
+
+@pytest.mark.soak
+def test_a_recipe_may_say_how_many_of_its_trials_are_submitted_at_once(sweeps):
+    told = end(sweeps.start("sweep", *SPACE_OF_5, "launch.max_submitted=3"))
+    assert "2 trials will be submitted as jobs end: launch.max_submitted is 3" in told
+    assert sweeps.starts() == [1] * 5
+    assert most_at_once(sweeps.entries()) == 3
+
+
+@pytest.mark.soak
+def test_a_cancelled_sweep_submits_nothing_more(sweeps, two_jobs):
+    process = sweeps.start("sweep", *(one for one in SPACE_OF_5 if "iterations" not in one), *LONG)
+    listed = ["squeue", "--noheader", "--array", "--states=RUNNING", "--format=%i"]
+    wait_for("two jobs to run", lambda: len(sweeps.cluster.run(*listed).split()) == 2, timeout_s=200)
+    assert "cancelled 2 jobs" in sweeps.auto3d("cancel")
+    told = end(process, code=1)
+    assert "3 trials will not be submitted, since all were cancelled" in told
+    assert sorted(sweeps.starts()) == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.soak
+def test_failed_trials_are_retried_in_portions_too(sweeps, two_jobs):
+    """An attempt that SLURM refuses has removed the measurement of the trials that it would have started."""
+    end(sweeps.start("sweep", *SPACE_OF_5, "launch.setup=[exit 3]"), code=1)
+    assert statuses(sweeps) == ["failed"] * 5
+    end(sweeps.start("sweep", *SPACE_OF_5, "--retry"))
+    assert statuses(sweeps) == ["ok"] * 5
+    assert sweeps.starts() == [2] * 5
+
+
+def test_a_limit_that_allows_no_job_is_an_error_of_one_line(sweeps, cluster, two_jobs):
+    cluster.run("sacctmgr", "--immediate", "modify", "user", "root", "set", "MaxSubmitJobs=0")
+    told = end(sweeps.start("sweep", *SPACE_OF_5), code=2)
+    assert told.count("Job violates accounting/QOS policy") == 1, told
+    assert "Traceback" not in told
+
+
+@pytest.mark.soak
+def test_the_rows_of_a_papers_item_are_one_array_of_jobs(sweeps):
+    """Two of the item's rows have the same plan, and a third fits into no device."""
+    (sweeps.folder / "two.yaml").write_text(ITEM.replace("executor: local", "executor: slurm"))
+    on_nodes = ["cluster.nodes=2", "cluster.devices_per_node=1", "--only", "few"]
+    sweeps.auto3d("paper", "--run", *on_nodes, "--detach", recipe="two.yaml")
+    sweeps.auto3d("resume", recipe="paper-two")
+    manifest = Manifest(sweeps.folder / "runs" / "paper-two" / "manifest.jsonl").entries()
+    jobs = [entry.job for entry in manifest if entry.state is State.SUBMITTED]
+    assert len(jobs) == 2
+    assert len({job.split("_")[0] for job in jobs}) == 1
+    claims = (sweeps.folder / "tables" / "papers" / "two-claims.csv").read_text()
+    assert "f1b over gpipe" in claims.splitlines()[-1]
+    assert "measured here" in claims.splitlines()[0]

@@ -21,6 +21,21 @@ from launch.papers.row import Row
 
 Experiment = Callable[..., Iterable[Row]]
 
+MADE = {  # experiment -> how its rows are made
+    "amp": "simulated",
+    "amp-published": "measured",  # by the authors, who released the times
+    "availability": "measured",
+    "fitted-accelerator": "simulated",
+    "measured-layers": "measured",
+    "predicted-layers": "simulated",
+    "published-layers": "simulated",
+    "rannc-coarsening": "simulated",
+    "schedule-formulas": "simulated",
+    "sharding-times": "measured",
+    "split-loader": "measured",
+    "stage-subgraphs": "simulated",
+}
+
 EXPERIMENTS: dict[str, Experiment] = {
     "amp": amp.strategies,
     "amp-published": amp.published_strategies,

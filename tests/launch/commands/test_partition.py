@@ -152,6 +152,13 @@ def test_rannc_chooses_stages_and_replicas(auto3d):
         assert (len(stages) > 1) == bool(memory)
 
 
+def test_replicas_with_unequal_slices_are_named(auto3d):
+    """On three devices RaNNC replicates tiny's only stage three times; 16 samples have no three equal slices."""
+    three = ["partition", "tiny", "cluster.devices_per_node=3", "--method", "rannc", "--memory-gib", "1"]
+    assert "the 3 replicas of stage 0 would get unequal slices of" in auto3d(*three)
+    assert "unequal" not in auto3d("partition", "tiny", "--method", "rannc")
+
+
 @pytest.mark.soak
 def test_a_partition_can_be_trained(auto3d, tmp_path):
     """RaNNC gives stages different numbers of replicas; the other methods give each stage one."""

@@ -153,14 +153,14 @@ def test_an_end_is_noted_once_and_not_of_a_trial_that_another_process_has_starte
     recipe = load("own.yaml")
     (trial,) = trials_of(recipe, [PLAN])
     manifest = manifest_of(recipe)
-    trial.prepare(recipe)
+    trial.prepare()
     manifest.append([Entry(trial=trial.name, state=State.SUBMITTED, job="1")])
-    failed = write_failure(recipe, trial, Status.FAILED, "of job 1")
-    trial.prepare(recipe)
+    failed = write_failure(trial, Status.FAILED, "of job 1")
+    trial.prepare()
     manifest.append([Entry(trial=trial.name, state=State.SUBMITTED, job="2")])
     record_ends(recipe, {trial: failed})
     assert [one.state for one in manifest.entries()] == [State.SUBMITTED] * 2
-    measured = write_failure(recipe, trial, Status.OOM, "of job 2")
+    measured = write_failure(trial, Status.OOM, "of job 2")
     for _ in range(2):
         record_ends(recipe, {trial: measured})
     (ended,) = [one for one in manifest.entries() if one.state is State.ENDED]

@@ -13,7 +13,7 @@ from launch.papers.item import Claim, Part, file_of, names, read_item
 from launch.papers.make import make_item
 from launch.papers.row import Row
 from launch.papers.rows import RowMaker
-from launch.papers.write import write_item
+from launch.papers.write import write_index, write_item
 from tests.soak import soak
 
 SMALL = """
@@ -125,7 +125,11 @@ ROWS = [
     ("claim", "ours", "difference", "holds"),
     [
         ({"form": "ratio", "against": "theirs", "paper": (1.2, 1.5)}, "1.2 to 1.5", 0.0, True),
-        ({"form": "ratio", "against": "theirs", "paper": (1.3, 1.5)}, "1.2 to 1.5", 1.2 / 1.3 - 1, True),
+        ({"form": "ratio", "against": "theirs", "paper": (1.3, 1.5)}, "1.2 to 1.5", 0.2 / 0.3 - 1, False),
+        ({"form": "ratio", "against": "theirs", "paper": (1.1, 1.6)}, "1.2 to 1.5", 0.0, True),
+        ({"form": "ratio", "against": "theirs", "paper": (0.9, 1.4)}, "1.2 to 1.5", 1.5 / 1.4 - 1, True),
+        ({"form": "ratio", "against": "theirs", "paper": 1.52, "over": "largest"}, "1.5", 0.5 / 0.52 - 1, True),
+        ({"form": "ratio", "against": "theirs", "paper": 1.6, "over": "largest"}, "1.5", 0.5 / 0.6 - 1, False),
         ({"form": "ratio", "against": "theirs", "paper": 1.0, "over": "largest"}, "1.5", 0.5, False),
         (
             {"form": "ratio", "against": ["theirs", "others"], "paper": 1.2, "over": "mean", "settings": ["small"]},
@@ -138,7 +142,20 @@ ROWS = [
         ({"form": "value", "settings": ["large"], "paper": (1.0, 1.5)}, "2", 2 / 1.5 - 1, False),
         ({"form": "value", "paper": (12.0, 30.0), "settings": ["small"]}, "12 to 30", 0.0, True),
         ({"form": "scaling", "settings": ["small"], "paper": 1.25, "factor": 0.5}, "1.25", 0.0, True),
+        ({"form": "scaling", "between": ("16", "8"), "settings": ["small"], "paper": 0.4}, "0.4", 0.0, True),
+        ({"form": "trend", "settings": ["small"], "paper": "rises"}, "rises: 12, 30", None, True),
+        ({"form": "trend", "settings": ["8"], "paper": "rises"}, "falls: 12, 2", None, False),
+        ({"form": "trend", "against": "others", "paper": "falls"}, "falls: 1.5, 1.2", None, True),
+        ({"form": "levels-off", "paper": "nowhere"}, "nowhere", None, True),
         ({"form": "most"}, "in 2 of 2", None, True),
+        ({"form": "most", "system": "theirs", "against": "ours"}, "in 0 of 3", None, False),  # it fails in one
+        (
+            {"form": "ratio", "system": "theirs", "against": "ours", "paper": (0.6, 0.9)},
+            "0.667 to 0.833; no value in 1 of 3 settings",
+            0.0,
+            False,
+        ),
+        ({"form": "value", "system": "theirs", "settings": ["large"], "paper": 2.0}, "no value", None, False),
         ({"form": "least"}, "in 0 of 2", None, False),
         ({"form": "fails", "system": "theirs", "paper": ["large, 8"]}, "large, 8", None, True),
         ({"form": "fails", "system": "theirs", "paper": []}, "large, 8", None, False),
@@ -209,3 +226,31 @@ def test_mistakes_get_one_line(tmp_path: Path, change: tuple[str, str], words: s
         _read_first_row(file)
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_quantity_levels_off_where_it_stays_as_it_is() -> None:
+    part = Part(how="simulated", title="", quantity="least_gib")
+    rows = [
+        Row(setting=(label,), system="ours", values={"least_gib": value})
+        for label, value in {"0": 1.0, "0.2": 1.5, "0.4": 2.0, "0.6": 2.001, "0.8": 2.0}.items()
+    ]
+    found = check(part, Claim(says="", system="ours", form="levels-off", paper="0.4"), rows, None)
+    assert (found.ours, found.holds) == ("0.4", True)
+
+
+def test_the_page_of_all_claims_counts_them_by_paper_and_by_how_they_were_made(tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    more = "\n      - {says: by a formula, system: merak, against: gpipe, form: ratio, paper: 1.0, source: formula}\n"
+    file.write_text(SMALL.rstrip("\n") + more)
+    item = read_item(file)
+    with sweep_progress(err) as watcher:
+        made = make_item("small", item, file, watcher)
+    write_item("small", item, made, tmp_path)
+    text = write_index({"small": item}, tmp_path).read_text()
+    cells = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in text.splitlines()
+        if line.startswith("|")
+    }
+    holds = made[0].claims[2].holds
+    assert cells["a test"] == cells["all"] == ["–", "–", "1 of 2", f"{int(holds)} of 1", "–", "0"]

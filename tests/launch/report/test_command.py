@@ -9,7 +9,7 @@ import pytest
 
 from launch.console import tables
 from launch.recipe.load import load
-from launch.store.trials import last_command, measurement_of, write_command
+from launch.store.trials import Command, last_command, measurement_of, write_command
 
 SPACE = "search.micro_batch_size=[2,4]"
 
@@ -87,7 +87,7 @@ def test_after_a_tune_that_was_interrupted_the_plans_that_were_not_tried_are_the
     auto3d("tune", "own.yaml", *space)
     recipe = load("own.yaml", space)
     first = last_command(recipe).trials[0]
-    write_command(recipe, "tune", trials=[first])  # the tune writes this before its second trial
+    write_command(recipe, Command("tune", [], trials=[first]))  # the tune writes this before its second trial
     page = _reported(auto3d, folder)
     assert page["verb"] == "tune"
     assert [(row["status"], row["trials"]) for row in page["rows"]] == [("ok", 1), ("predicted", 0)]

@@ -1,0 +1,59 @@
+"""The plans of search.planners in a sweep: of each search algorithm the plan that it finds alone."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from auto3d.capture.graph import Graph
+from auto3d.errors import InputError
+from auto3d.plan import Plan
+from auto3d.search.axes import Candidate
+from auto3d.search.search import Ranked
+from launch.model.candidates import exact_plans, runnable_maker
+from launch.model.capture_process import CaptureProcess
+from launch.model.graphs import PlanningModel
+from launch.model.search import search_recipe
+from launch.recipe.load import LoadedRecipe
+
+
+def plans_of_planners(
+    recipe: LoadedRecipe,
+    graph_at: Callable[[int], Graph],
+    model: PlanningModel,
+    tell: Callable[[str], None],
+    *,
+    before: Mapping[str, tuple[Plan, Candidate]],
+    process: CaptureProcess,
+) -> dict[Plan, tuple[Candidate, str]]:
+    """The plan of each of search.planners, with its candidate and the names of all planners that found it.
+
+    A planner keeps its plan ``before``, if it has any. One without a plan that can run is left out; ``tell`` hears why.
+    """
+    found: dict[Plan, tuple[Candidate, str]] = {}
+    if not recipe.values.search.planners:
+        return found
+    exact = exact_plans(recipe, runnable_maker(recipe, graph_at, model))
+    for name in recipe.values.search.planners:
+        try:
+            plan, candidate = before[name] if name in before else _plan_of(name, recipe, exact, process)
+        except InputError as error:
+            tell(f"search.planners: {name} has no plan: {error}")
+            continue
+        first, names = found.get(plan, (candidate, ""))
+        found[plan] = first, f"{names}, {name}" if names else name
+    return found
+
+
+def _plan_of(
+    planner: str, recipe: LoadedRecipe, exact: Callable[[Ranked], Plan], process: CaptureProcess
+) -> tuple[Plan, Candidate]:
+    """The fastest plan of the ``planner`` that can run; raises InputError if there is none."""
+    search = replace(recipe.values.search, algorithm=planner, planners=[])
+    ranked = search_recipe(replace(recipe, values=replace(recipe.values, search=search)), process=process).ranked()
+    refused: InputError | None = None
+    for one in ranked:
+        try:
+            return exact(one), one.candidate
+        except InputError as error:
+            refused = refused or error
+    assert refused is not None  # a search without a plan raises
+    raise refused

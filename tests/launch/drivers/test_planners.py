@@ -1,0 +1,67 @@
+"""search.planners: a sweep also runs the plan that each planner finds alone."""
+
+import json
+
+import pytest
+
+PLANNERS = ["chimera", "rannc", "amp", "megatron", "annealing"]
+SPACE = [
+    *("search.dp=auto", "search.tp=[1]", "search.pp=auto", "search.micro_batch_size=[1,2]", "search.schedule=[1f1b]"),
+    *("search.max_trials=1", "measure.warmup_iterations=1", "measure.iterations=1", "prediction.profile=none"),
+    *("cluster.accelerator=RTX3090-24GB", "cluster.device=cpu"),
+]
+
+
+@pytest.fixture
+def rows(folder, auto3d):
+    """Runs a sweep with planners, and gives the records of its table."""
+
+    def sweep(*planners: str, space: list[str] = SPACE) -> list[dict]:
+        auto3d("sweep", "small.yaml", *space, f"search.planners=[{','.join(planners)}]")
+        return json.loads(auto3d("table", "small.yaml", "--json").out)
+
+    return sweep
+
+
+def finished(folder) -> dict[str, str]:
+    files = (folder / "runs/small/trials").glob("*/measurement.json")
+    return {file.parent.name: json.loads(file.read_text())["finished"] for file in files}
+
+
+def test_each_planner_has_a_row_with_its_own_plan(folder, rows, auto3d):
+    found = rows(*PLANNERS)
+    assert [one["status"] for one in found] == ["ok"] * len(found)
+    planned = {name: one for one in found for name in one["planner"].split(", ") if name}
+    assert sorted(planned) == sorted(PLANNERS)
+    assert all(one["predicted_s"] and one["iteration_s"] for one in found)
+    for name in PLANNERS:
+        alone = json.loads(auto3d("plan", "small.yaml", *SPACE, f"search.algorithm={name}", "--json").out)
+        best = alone["candidates"][0]
+        for axis in ("dp", "tp", "pp", "micro_batch_size"):
+            assert planned[name]["plan"][axis] == best[axis], (name, axis)
+    auto3d("report", "small.yaml")
+    assert all(name in (folder / "tables/small/report.html").read_text() for name in ("1f1b", "chimera"))
+    ran = finished(folder)
+    assert rows(*PLANNERS) == found
+    assert finished(folder) == ran, "what has ended does not run again"
+
+
+def test_a_planner_without_a_plan_is_named_with_the_reason(folder, auto3d):
+    one_stage = ["search.pp=[1]" if "search.pp" in override else override for override in SPACE]
+    said = auto3d("sweep", "small.yaml", *one_stage, "search.planners=[chimera,megatron]")
+    assert "search.planners: chimera has no plan: " in said.err
+    assert "chimera makes no plan of this search space: it takes none of its 2 candidates" in said.err
+    (row, *others) = json.loads(auto3d("table", "small.yaml", "--json").out)
+    assert "megatron" in {one["planner"] for one in (row, *others)}
+
+
+def test_what_has_no_effect_is_said(folder, auto3d):
+    said = auto3d("sweep", "own.yaml", "search.algorithm=chimera", "search.trials=3", "search.micro_batch_size=[2]").err
+    assert "search.trials has no effect on `auto3d sweep`" in said
+    assert "to run its own plan too: search.planners=[chimera]" in said
+    assert "plan.pp has no effect on `auto3d plan`" in auto3d("plan", "own.yaml", "plan.pp=1").err
+    assert "no effect" not in auto3d("plan", "own.yaml").err, "a recipe has keys for all commands"
+    assert (
+        "search.max_trials has no effect on `auto3d tune`"
+        in auto3d("tune", "own.yaml", "search.max_trials=3", "search.trials=1", "prediction.profile=none").err
+    )
