@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -12,17 +11,15 @@ from launch.commands.consoles import err
 from launch.commands.exit_codes import INTERRUPTED, RUN_FAILED, complain
 from launch.commands.runs import interrupted, next_commands
 from launch.console.progress import sweep_progress
+from launch.drivers.sweep import Retry, print_submissions
 from launch.papers.item import Item, file_of, names, predicted_parts, read_item
 from launch.recipe.error import RecipeError
 from launch.recipe.overrides import replaced
 from launch.slurm.executor import on_slurm
 from launch.store.trials import Command, ItemRun
 
-if TYPE_CHECKING:
-    from launch.drivers.sweep import Retry  # with torch, which takes seconds to load
-
 RESULTS = Path("results/papers")
-OWN_RESULTS = Path("tables/papers")  # of what a user has changed or measured; git ignores this folder
+OWN_RESULTS = Path("tables/papers")  # what a user has changed or measured goes here; git ignores this folder
 
 
 @click.command()
@@ -86,20 +83,19 @@ def paper(
     if every and changed:
         which = [one for one in which if _has_rows(one)]
     items = [_item(one) if changed else read_item(file_of(one.item)) for one in which]  # all, before the first is made
-    # These imports load torch, which takes seconds, so a list is printed and a bad item refused before them.
-    from launch.drivers.sweep import Retry
-
+    again = Retry.ALL if retry else Retry.NONE
     if dry_run or test_only:
         for one in which:
-            _print_submissions(one, overrides, Retry.ALL if retry else Retry.NONE, ask_slurm=test_only)
+            _print_submissions(one, overrides, again, ask_slurm=test_only)
         return 0
     if runs:
         codes = []
         for one in which:
-            codes.append(run_item(one, overrides, Retry.ALL if retry else Retry.NONE, follow=not detach))
+            codes.append(run_item(one, overrides, again, follow=not detach))
             if codes[-1] == INTERRUPTED:
                 break
         return max(codes)
+    # These imports load torch, which takes seconds, so a list is printed and a bad item refused before them.
     from launch.papers.make import make_item
     from launch.papers.write import write_item
 
@@ -113,7 +109,7 @@ def paper(
     return 0
 
 
-def run_item(which: ItemRun, overrides: Sequence[str], retry: "Retry", *, follow: bool = True) -> int:
+def run_item(which: ItemRun, overrides: Sequence[str], retry: Retry, *, follow: bool = True) -> int:
     """Predict and measure an item, and write its page; returns the exit code."""
     from launch.papers.make import measure_item
     from launch.papers.rows import RowMaker
@@ -172,8 +168,7 @@ def _item(which: ItemRun) -> Item:
     return predicted_parts(read_item(file_of(which.item)), which.only)
 
 
-def _print_submissions(which: ItemRun, overrides: Sequence[str], retry: "Retry", *, ask_slurm: bool) -> None:
-    from launch.drivers.sweep import print_submissions
+def _print_submissions(which: ItemRun, overrides: Sequence[str], retry: Retry, *, ask_slurm: bool) -> None:
     from launch.papers.rows import RowMaker
 
     item, file = _item(which), file_of(which.item)

@@ -93,7 +93,7 @@ class Claim:
     against: str | list[str] | None = None
     quantity: str | None = None  # default: the quantity of the part
     settings: list[str] = field(default_factory=list)
-    between: tuple[str, str] | None = None  # of the form scaling: labels of the first and the last setting
+    between: tuple[str, str] | None = None  # the form scaling takes it: labels of the first and the last setting
     over: Literal["range", "mean", "largest", "smallest"] = "range"
     source: Literal["paper", "formula", "fit"] = "paper"
     factor: float = 1.0

@@ -50,10 +50,9 @@ class RowMaker:
         if part.experiment is not None:
             return list(self._experiment(part))
         made = []
-        for setting in part.settings:
-            for system in part.systems:
-                self._watcher.tell(f"{self._name}: {', '.join([*setting, system])}")
-                made.append(self.row(part, setting, system))
+        for setting, system in _cells(part):
+            self._watcher.tell(f"{self._name}: {', '.join([*setting, system])}")
+            made.append(self.row(part, setting, system))
         return made
 
     def row(self, part: Part, setting: Setting, system: str, changed: Mapping[str, Any] | None = None) -> Row:
@@ -97,7 +96,7 @@ class RowMaker:
 
         All trials run as one sweep, where launch.executor says. ``command`` is what `auto3d resume` shall run.
         """
-        cells = [[(setting, system) for setting in part.settings for system in part.systems] for part in parts]
+        cells = [_cells(part) for part in parts]
         recipes = [self._to_measure(part, *cell) for part, each in zip(parts, cells, strict=True) for cell in each]
         sweeps = run_grid(recipes, command, retry=retry, watcher=self._watcher, follow=follow)
         found = iter(zip(recipes, sweeps, strict=True))
@@ -115,12 +114,11 @@ class RowMaker:
         """The trials that ``measured`` would run."""
         trials: dict[Trial, None] = {}
         for part in parts:
-            for setting in part.settings:
-                for system in part.systems:
-                    with suppress(InputError):  # the row will say why it has no plan
-                        recipe = self._to_measure(part, setting, system)
-                        only = bool(recipe.values.search.planners)
-                        trials |= dict.fromkeys(left_of(recipe, retry, only_planners=only))
+            for cell in _cells(part):
+                with suppress(InputError):  # the row will say why it has no plan
+                    recipe = self._to_measure(part, *cell)
+                    only = bool(recipe.values.search.planners)
+                    trials |= dict.fromkeys(left_of(recipe, retry, only_planners=only))
         return list(trials)
 
     def _to_measure(self, part: Part, setting: Setting, system: str) -> LoadedRecipe:
@@ -181,6 +179,10 @@ class RowMaker:
                 f"it takes {', '.join(takes) or 'none'}"
             )
         yield from experiment(tell=self._watcher.tell, **part.arguments)
+
+
+def _cells(part: Part) -> list[tuple[Setting, str]]:
+    return [(setting, system) for setting in part.settings for system in part.systems]
 
 
 def _measured(recipe: LoadedRecipe, sweep: Sweep) -> dict[str, Any]:

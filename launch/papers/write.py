@@ -37,8 +37,8 @@ COMPARISONS = {
     "formula": "ours against a formula of the paper",
     "fit": "a fit of our own",
 }
-HERE_COLUMNS = ("measured here", "verdict here")
 MEASURED = "measured here"
+HERE_COLUMNS = (MEASURED, "verdict here")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class MadePart:
     part: Part
     rows: Sequence[Row]
     claims: Sequence[Checked]
-    here: Sequence[Row] = ()  # of a predicted part: the same rows by measurement, if there was one
+    here: Sequence[Row] = ()  # the same rows by measurement, if a predicted part was measured
     claims_here: Sequence[Checked] = ()
 
 

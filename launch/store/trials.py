@@ -77,7 +77,9 @@ class SweepRecord:
     predicted_on: str = ""  # the basis of these predictions
     candidates: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name of a trial -> the Candidate of its plan, by field, and the ``planner`` of search.planners, if any."""
-    rows: dict[str, list[str]] = field(default_factory=dict)  # of several recipes: settings_digest() -> its trials
+    rows: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # if several: settings_digest() of each -> its trials
 
     def trials_of(self, settings: str) -> list[str]:
         """The names of the trials of the recipe with these ``settings``; empty if it was not in the sweep."""
@@ -228,7 +230,7 @@ class Command:
     overrides: list[str]
     plan_file: str | None = None  # --plan of a training
     trials: list[str] = field(default_factory=list)  # names: those that a tune has chosen so far, or the training
-    item: ItemRun | None = None  # of `paper --run`
+    item: ItemRun | None = None  # what `paper --run` measures
 
 
 _command_adapter = TypeAdapter(Command)
