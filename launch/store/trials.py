@@ -77,9 +77,7 @@ class SweepRecord:
     predicted_on: str = ""  # the basis of these predictions
     candidates: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name of a trial -> the Candidate of its plan, by field, and the ``planner`` of search.planners, if any."""
-    rows: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # if several: settings_digest() of each -> its trials
+    rows: dict[str, list[str]] = field(default_factory=dict)  # if several: settings_digest() of each -> its trials
 
     def trials_of(self, settings: str) -> list[str]:
         """The names of the trials of the recipe with these ``settings``; empty if it was not in the sweep."""
