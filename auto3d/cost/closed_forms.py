@@ -1,6 +1,7 @@
 """The papers' closed forms for the time of an iteration, on the simulator's costs, for comparison with it."""
 
 from collections.abc import Sequence
+from statistics import median
 
 from auto3d.plan import PlanError
 from auto3d.schedule import SCHEDULES
@@ -35,22 +36,23 @@ def chimera_s(shape: Shape, costs: Costs) -> float:
     """Seconds of an iteration by Chimera, section 3.4, equation 1.
 
     The forwards and backwards on the critical path count with one message each, and the gradient syncs as far as
-    ``unoverlapped_syncs`` finds no room for them. As in the paper, all stages take as long as the slowest, F_t is its
-    forward, and B_t is 2 F_t plus the recomputation: 3 F_t if the stage keeps nothing. A pass of k micro-batches counts
-    k times. The slowest update is our addition. Raises PlanError for an asynchronous schedule, which the equation does
-    not describe.
+    ``unoverlapped_syncs`` finds no room for them. F_t, "the forward pass on a single pipeline stage", is here the
+    median stage's forward: the paper does not say which stage it measures, and its errors within 10 % exclude the stage
+    with the head. B_t is 2 F_t plus the recomputation: 3 F_t if the stage keeps nothing. A pass of k micro-batches
+    counts k times. The slowest update is our addition. Raises PlanError for an asynchronous schedule, which the
+    equation does not describe.
     """
     if SCHEDULES[shape.name].asynchronous:
         raise PlanError(f"Chimera's equation 1 describes synchronous schedules; {shape.name} is asynchronous")
     schedule = shape.schedule()
     stages = shape.stages
-    forward = (max(costs.forward),) * stages
+    forward = (median(costs.forward),) * stages
     equal = Costs(
         forward=forward,
         backward=tuple(2 * time for time in forward),
         backward_input=forward,
         backward_weight=forward,
-        recompute=(max((costs.recompute[stage] for stage in shape.recompute), default=0.0),) * stages,
+        recompute=(median([costs.recompute[stage] for stage in shape.recompute] or [0.0]),) * stages,
         sync=(0.0,) * stages,
         update=(0.0,) * stages,
         messages=(MessageCost(),) * (stages - 1),

@@ -70,13 +70,15 @@ def test_equation_1():
     four = shape("chimera", devices=4, micro_batches=4, options={"sync": "eager-opt"})
     # C_f = 4, C_b = 6, and P1 leaves 6 of two syncs of 4: (1 + 0.1) × 4 + (2 + 0.1) × 6 + 6
     assert chimera_s(four, costs(4, sync=(4.0,) * 4)) == pytest.approx(4.4 + 12.6 + 6)
-    # The slowest stage and B_t = 2 F_t count, whatever the others take: (2 + 0.1) × 4 + (4 + 0.1) × 6.
-    uneven = costs(4, forward=(1.0, 2.0, 1.0, 1.0), backward=(5.0,) * 4)
+    # The median stage and B_t = 2 F_t count, whatever the others take: (2 + 0.1) × 4 + (4 + 0.1) × 6.
+    uneven = costs(4, forward=(1.0, 2.0, 2.0, 9.0), backward=(5.0,) * 4)
     assert chimera_s(four, uneven) == pytest.approx(2.1 * 4 + 4.1 * 6)
     six = shape("chimera", devices=6, micro_batches=6, options={})  # C_f = 6 and C_b = 10, as the paper says
     assert chimera_s(six, costs(6)) == pytest.approx(1.1 * 6 + 2.1 * 10)
     recomputing = shape("chimera", devices=4, micro_batches=4, options={"recompute": "full"})
     assert chimera_s(recomputing, costs(4)) == pytest.approx(1.1 * 4 + 3.1 * 6)  # B_t = 3 F_t
+    again = costs(4, recompute=(0.5, 1.0, 1.0, 9.0))
+    assert chimera_s(recomputing, again) == pytest.approx(1.1 * 4 + 3.1 * 6)  # the median recomputation too
 
 
 def test_doubled_forwards_count_as_two():
