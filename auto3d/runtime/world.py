@@ -4,13 +4,14 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from auto3d.runtime.activity import BEFORE_TRAINING, THIS_RANK
 from auto3d.runtime.affinity import bind_to_cores_near
@@ -47,6 +48,30 @@ class World:
         return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.local_rank)
 
 
+def meet(world: World, *, timeout_s: float) -> dist.Store:
+    """A store of all ranks, by which they can tell each other something before they ``join``.
+
+    Raises WaitTimeoutError if they have not all come within ``timeout_s``.
+    """
+    with _meeting(world, timeout_s):
+        store, *_ = next(rendezvous(world.meeting_point, world.rank, world.size, timeout=timedelta(seconds=timeout_s)))
+    return store
+
+
+@contextmanager
+def _meeting(world: World, timeout_s: float) -> Iterator[None]:
+    """Inside, this rank meets the others: an error that comes from them is a WaitTimeoutError."""
+    try:
+        yield
+    except RuntimeError as error:  # a dist.DistError, or a plain RuntimeError from gloo's connection set-up
+        if is_local_failure(error):
+            raise
+        raise WaitTimeoutError(
+            f"rank {world.rank} of {world.size} on {socket.gethostname()}: the ranks did not meet at "
+            f"{world.meeting_point} within {timeout_s:g} s ({str(error).splitlines()[0]})"
+        ) from error
+
+
 def join(world: World, *, device: torch.device, timeout_s: float, collectives_on_device: bool = False) -> None:
     """Join the other ranks. A process joins once: another training in it meets the same ranks and returns at once.
 
@@ -65,7 +90,7 @@ def join(world: World, *, device: torch.device, timeout_s: float, collectives_on
     if device.type == "cuda":
         bind_to_cores_near(device, world.ranks_here)
         torch.cuda.set_device(device)
-    try:
+    with _meeting(world, timeout_s):
         # No device_id: with one, NCCL would share a communicator between groups and so order their messages.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if collectives_on_device and device.type == "cuda" else "gloo",
@@ -74,13 +99,6 @@ def join(world: World, *, device: torch.device, timeout_s: float, collectives_on
             world_size=world.size,
             timeout=timedelta(seconds=timeout_s),
         )
-    except RuntimeError as error:  # a dist.DistError, or a plain RuntimeError from gloo's connection set-up
-        if is_local_failure(error):
-            raise
-        raise WaitTimeoutError(
-            f"rank {world.rank} of {world.size} on {socket.gethostname()}: the ranks did not meet at "
-            f"{world.meeting_point} within {timeout_s:g} s ({str(error).splitlines()[0]})"
-        ) from error
     THIS_RANK.hosts = [one.host for one in gather_rank_devices(RankDevice.of_this_rank(device), timeout_s=timeout_s)]
 
 

@@ -15,18 +15,22 @@ from time import sleep
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
+
 from auto3d.cluster import Cluster
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.joined import joined_world
 from auto3d.runtime.waiting import PeerLostError
-from auto3d.runtime.world import World, leave_or_end
+from auto3d.runtime.world import World, leave_or_end, meet
 from auto3d.schedule import SCHEDULES, parse_schedule
 from auto3d.search.axes import Candidate
 from auto3d.search.space import SearchSpace
+from auto3d.trainer.random_states import go_on_with_those_of_rank_0
 from auto3d.trainer.together import ENDED, TOGETHER
 
 AUTO = "auto"
+MEET_S = 1800.0  # time for all ranks to call ``init``, as long as transformers gives them to join
 OTHERS_S = 1.0  # time in which a launcher ends the other ranks after one has failed
 FAILED = 1  # exit code after an exception, as Python's
 EXIT_CODES = ((InputError, 2), (KeyboardInterrupt, 130))  # the command line has the same
@@ -54,6 +58,7 @@ class Setup:
 
 
 _setup: Setup | None = None
+_store: dist.Store | None = None  # rank 0 serves it to the others, which may read it later
 _rank, _ranks = 0, 1
 _failed = False  # an exception reached the top of the script
 
@@ -75,9 +80,11 @@ def init(
     or "auto" for the fastest of ``space`` on ``cluster``. A launcher (torchrun, srun, mpirun) starts one process for
     each rank. Raises InputError if the processes are not those that the degrees or the plan need.
 
+    From here on the generators of torch, numpy and Python are alike on all ranks: they go on from those of rank 0.
+
     An InputError that reaches the top of the script is printed as one line, and the exit code is 2.
     """
-    global _setup, _rank, _ranks
+    global _setup, _store, _rank, _ranks
     sys.excepthook = _report
     world = joined_world() or _alone()
     _rank, _ranks = world.rank, world.size
@@ -108,6 +115,9 @@ def init(
         if "schedule" in choices:
             _check_synchronous(parse_schedule(choices["schedule"])[0])
         _setup = Setup(world=world, degrees=degrees, choices=choices)
+    if world.size > 1:
+        _store = meet(world, timeout_s=MEET_S)
+        go_on_with_those_of_rank_0(_store, world.rank)
     atexit.register(_leave)
 
 
