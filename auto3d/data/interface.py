@@ -25,6 +25,7 @@ class BatchSlice:
     micro_batch_size: int  # samples that all replicas of a stage run together
     replica: int = 0  # number of the rank among the replicas of its stages
     replicas: int = 1
+    read_once: bool = False  # one rank reads for all stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,8 @@ class Reading:
 
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # [samples, *shape] each
     fingerprints: np.ndarray | None = None
-    """A number of each sample, from all that a process can read of it; None if the inputs are not read but drawn."""
+    """A number of each sample, from all that a process can read of it; None if the inputs are not read but drawn. Where
+    one rank reads for all stages, it is of the sample before anything is drawn for the batch."""
     items: int | None = None
     """Targets of the whole micro-batch, of all replicas, as the data counts them; None if it does not."""
 
@@ -41,7 +43,8 @@ class Reading:
 class MicroBatches(Protocol):
     """Makes the inputs of one rank's micro-batches.
 
-    Two ranks that ask for the same input must get the same values. The runtime compares the fingerprints.
+    Two ranks that ask for the same input must get the same values. The runtime compares the fingerprints. Where one
+    rank reads for all stages, a reading without ``names`` has the fingerprints alone.
     """
 
     def read(self, iteration: int, index: int, names: Collection[str]) -> Reading:
@@ -65,6 +68,11 @@ class TrainingData(Protocol):
 
         A training whose loss cannot be weighted by these numbers must refuse such data.
         """
+
+    @property
+    def read_once(self) -> bool:
+        """Whether another reading of a micro-batch may differ, so that one rank should read it for all stages. False:
+        each stage reads its inputs."""
 
     @property
     def incomplete(self) -> Incomplete | None:

@@ -45,7 +45,14 @@ class DataSettings:
             raise DataError(f"{mistake[0]}: {mistake[1]}")
 
     def micro_batches(self, part: BatchSlice) -> Batches:
-        return Batches(self, **vars(part))
+        return Batches(
+            self,
+            seed=part.seed,
+            global_batch=part.global_batch,
+            micro_batch_size=part.micro_batch_size,
+            replica=part.replica,
+            replicas=part.replicas,
+        )
 
     def input_specs(self) -> dict[str, InputSpec]:
         return {name: InputSpec(shape=self.shape(field), dtype=field.dtype) for name, field in self.inputs.items()}
@@ -79,6 +86,7 @@ class DataSettings:
         return self.packing == "padded" or self.last_batch == "pad"
 
     incomplete = None  # a last batch in part is left out or filled
+    read_once = False  # what a sample is follows from its position
 
     @property
     def may_ignore_targets(self) -> bool:

@@ -11,7 +11,10 @@ from auto3d.plan import PlanError, StagePlan, stages_of_operations
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """A value that goes from stage ``source`` to stage ``target``; its gradient, if it has one, goes back."""
+    """A value that goes from stage ``source`` to stage ``target``; its gradient, if it has one, goes back.
+
+    It may be an input of the model, which stage 0 has read for both; that has no gradient.
+    """
 
     value: Value
     source: int
@@ -117,10 +120,11 @@ def _spans_of(graph: Graph, spans: Sequence[tuple[int, int]], names: set[str]) -
     return tuple(found)
 
 
-def cut(graph: Graph, stages: Sequence[StagePlan]) -> tuple[Stage, ...]:
+def cut(graph: Graph, stages: Sequence[StagePlan], *, read_once: bool = False) -> tuple[Stage, ...]:
     """The stages of ``graph`` that ``stages`` describes.
 
-    Raises PlanError unless they cover exactly its operations, values only go from earlier to later stages, and all
+    Each stage loads the inputs that it uses; if they are ``read_once``, stage 0 loads all and sends them. Raises
+    PlanError unless they cover exactly its operations, values only go from earlier to later stages, and all
     operations on a written buffer are on one stage.
     """
     needed = [{position for span in stage.operations for position in range(*span)} for stage in stages]
@@ -133,7 +137,11 @@ def cut(graph: Graph, stages: Sequence[StagePlan]) -> tuple[Stage, ...]:
         while pending:
             for name in graph.nodes[pending.pop()].reads:
                 maker = graph.producer.get(name)
-                if maker is None or maker in needed[index]:
+                if maker is None:
+                    if read_once and index > 0:
+                        received[index][name] = 0
+                    continue
+                if maker in needed[index]:
                     continue
                 if graph.nodes[maker].from_inputs:
                     needed[index].add(maker)
@@ -144,19 +152,22 @@ def cut(graph: Graph, stages: Sequence[StagePlan]) -> tuple[Stage, ...]:
                         later = stage_of[maker]
                         raise PlanError(f"stages: stage {index} uses {name}, which the later stage {later} makes")
 
+    inputs = {name: replace(value, differentiable=False) for name, value in graph.inputs.items()}
+    place = {name: number - len(inputs) for number, name in enumerate(inputs)} | graph.producer
     transfers = [
-        Transfer(value=graph.value(name), source=source, target=target)
+        Transfer(value=inputs[name] if name in inputs else graph.value(name), source=source, target=target)
         for target, sources in enumerate(received)
-        for name, source in sorted(sources.items(), key=lambda item: graph.producer[item[0]])
+        for name, source in sorted(sources.items(), key=lambda item: place[item[0]])
     ]
+    reads = [{name for position in positions for name in graph.nodes[position].reads} for positions in needed]
+    loaded = [set().union(*reads), *(set() for _ in stages[1:])] if read_once else reads
 
     def build(index: int) -> Stage:
         nodes = [graph.nodes[position] for position in sorted(needed[index])]
-        reads = dict.fromkeys(name for node in nodes for name in node.reads)
         return Stage(
             index=index,
             nodes=tuple(node.name for node in nodes),
-            inputs=tuple(name for name in graph.inputs if name in reads),
+            inputs=tuple(name for name in graph.inputs if name in loaded[index]),
             state=tuple(dict.fromkeys(name for node in nodes for name in node.state)),
             received=tuple(transfer for transfer in transfers if transfer.target == index),
             sent=tuple(transfer for transfer in transfers if transfer.source == index),

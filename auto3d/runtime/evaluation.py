@@ -143,7 +143,8 @@ class _Evaluation:
         model = captured.in_evaluation(outputs, loss=loss).at(at_once or captured.graph.micro_batch_size)
         schedule = forward_only(schedules_of(plan, 1)[0])
         check(schedule)
-        layout = lay_out_rank(lay_out_plan(model, plan, settings, schedule), dist.get_rank())
+        common_layout = lay_out_plan(model, plan, settings, schedule, read_once=common.read_once)
+        layout = lay_out_rank(common_layout, dist.get_rank())
         check_state(rank.layout, layout)
         check_same_plan(plan, timeout_s=settings.timeout_s)
         self._layout = layout
@@ -278,7 +279,7 @@ class _Evaluation:
                     losses[micro_batch] = ForwardLoss(
                         loss=kept[layout.captured.graph.loss],
                         counts=stage.targets.take(),
-                        padding_counts=self._loss.padding_counts(loaded, micro_batch, samples),
+                        padding_counts=self._loss.padding_counts({**loaded, **received}, micro_batch, samples),
                     )
                 for output in self._outputs:
                     if output.stage == stage.stage.index:

@@ -61,5 +61,5 @@ class ForwardStage:
         values = {**inputs, **received}
         results = self._module(*(state[name] for name in self._state), *(values[name] for name in self._takes))
         made = dict(zip(self._gives, results, strict=True))
-        sent = {name: value.contiguous() for name, value in made.items() if name in self._sent}
+        sent = {name: value.contiguous() for name, value in {**inputs, **made}.items() if name in self._sent}
         return sent, {name: value for name, value in made.items() if name in self._kept}

@@ -77,5 +77,5 @@ def lay_out_short(common: PlanLayout, short: int) -> PlanLayout:
         micro_batch_size=short,
         global_batch=common.plan.global_batch // common.plan.micro_batch_size * short,
     )
-    layout = lay_out_plan(captured, plan, common.settings, common.schedule)
+    layout = lay_out_plan(captured, plan, common.settings, common.schedule, read_once=common.read_once)
     return replace(layout, terms=common.terms)  # its means weigh as much as those of the other micro-batches

@@ -80,8 +80,11 @@ class MicroBatchInputs:
         later, index = divmod(micro_batch, self.micro_batches)
         number = (self._first_micro_batch + index) // self._slices
         iteration = self._first_iteration + later
+        compares = self._same is not None and self._same.compares(stage.index, is_compared(iteration, self._begin or 0))
+        if not (stage.inputs or compares):
+            return {}
         reading = self._loader.read(iteration, number, stage.inputs)
-        if self._same is not None:
+        if compares and self._same is not None:
             self._same.note(iteration, number, stage.index, reading.fingerprints)
             if index == 0 and self._compared is not None and stage.index == self._compared.stage:
                 self._read_other(self._compared.index, iteration, number, stage)

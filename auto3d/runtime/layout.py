@@ -46,6 +46,7 @@ class PlanLayout:
     sample_dimensions: Mapping[str, int]  # dimension of samples of each value that goes to more or fewer replicas
     terms: LossTerms  # terms of the loss of one operation; none if devices are emulated, which compute no loss
     rules: UpdateRules  # how each trained parameter is updated
+    read_once: bool  # whether stage 0, on one rank of a pipeline, loads the inputs of all stages and sends them
 
     @property
     def schedule(self) -> Schedule:
@@ -66,6 +67,7 @@ class RankLayout:
     replicas: int
     shard: int  # number of the rank in its tensor-parallel group, from 0
     model_stages: tuple[Stage, ...]  # all stages of the model, as ``captured`` has them
+    read_once: bool  # whether stage 0 loads the inputs of all of them
     stages: Mapping[PipeStage, Stage]  # stages that this rank runs
     stages_of_slices: tuple[tuple[Stage, ...], ...]  # per slice of the sequence, all stages of its program
     peers: tuple[tuple[int, ...], ...]
@@ -207,9 +209,16 @@ class RankLayout:
 
 
 def lay_out_plan(
-    captured: CapturedModel, plan: Plan, settings: TrainingSettings, schedule: Schedule | None = None
+    captured: CapturedModel,
+    plan: Plan,
+    settings: TrainingSettings,
+    schedule: Schedule | None = None,
+    *,
+    read_once: bool = False,
 ) -> PlanLayout:
     """The common layout of all ranks; ``schedule`` replaces the plan's by one written by hand.
+
+    Data that are best ``read_once`` are so where one rank can read a micro-batch for all others of its pipeline.
 
     Raises InputError where ``plan`` does not fit its schedule, its model or ``settings``.
     """
@@ -224,8 +233,11 @@ def lay_out_plan(
     schedules = by_hand or schedules_of(plan, settings.iterations)
     first = schedules[0]
     check_together(_features(plan, settings, first))
-    stages = stages_of(captured, plan)
     replicas = replicas_of_devices(plan, first)
+    readers = {device for (stage, _), device in first.device_of.items() if stage == 0}
+    is_one = len(readers) == 1 and plan.tp == max(replicas) == first.slices == 1
+    read_once = read_once and is_one and settings.emulation is None
+    stages = stages_of(captured, plan, read_once=read_once)
     check_trainable(first, stages, captured.graph.trained, clip_norm=settings.optimizer.clip_norm)
     check_carried_buffers(captured.graph, plan, first, stages)
     rules = update_rules(captured.graph, settings.optimizer, exempt_names(captured, settings.optimizer.exempt))
@@ -245,6 +257,7 @@ def lay_out_plan(
         replicas=replicas,
         terms=terms_of_slice(captured, first.slices) if has_terms else LossTerms(),
         rules=rules,
+        read_once=read_once,
         sample_dimensions=resplit_dimensions(captured, plan, of_ranks),  # last: it may capture the model
     )
 
@@ -291,6 +304,7 @@ def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
         replicas=replicas,
         shard=place[TENSOR],
         model_stages=stages,
+        read_once=common.read_once,
         stages={each: stages[each[0]] for each, home in common.schedule.device_of.items() if home == device},
         stages_of_slices=tuple(of_slices),
         peers=tuple(mesh.at(pipeline=place[PIPELINE], tensor=place[TENSOR]) for mesh in plan.meshes),
@@ -337,7 +351,7 @@ def schedules_of(plan: Plan, iterations: int) -> list[Schedule]:
     ]
 
 
-def stages_of(captured: CapturedModel, plan: Plan) -> tuple[Stage, ...]:
+def stages_of(captured: CapturedModel, plan: Plan, *, read_once: bool = False) -> tuple[Stage, ...]:
     """The stages of ``plan``; raises PlanError if it was made for another model or micro-batch size."""
     if plan.graph != captured.graph.fingerprint:
         raise PlanError(
@@ -350,4 +364,4 @@ def stages_of(captured: CapturedModel, plan: Plan) -> tuple[Stage, ...]:
             f"micro_batch_size: the plan runs {samples_at_once(plan)} samples at once; the model was captured with "
             f"{captured.graph.micro_batch_size}"
         )
-    return cut(captured.graph, plan.stages)
+    return cut(captured.graph, plan.stages, read_once=read_once)

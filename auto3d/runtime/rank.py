@@ -202,7 +202,7 @@ def build_rank(
     if device.type == "cpu":
         keep_freed_memory()
     # Everything else follows from the layout; a plan that does not fit is refused before any rank waits for another.
-    common = lay_out_plan(captured, plan, settings, schedule)
+    common = lay_out_plan(captured, plan, settings, schedule, read_once=data.read_once)
     _check_data(common, data)
     layout = lay_out_rank(common, world.rank)
     # Programs need no peers, but every connection below is made for the messages and sums that they have.
@@ -390,6 +390,7 @@ def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> M
         micro_batch_size=layout.samples,
         replica=layout.replica,
         replicas=layout.replicas,
+        read_once=layout.read_once,
     )
     next_pipeline = (layout.pipeline + 1) % layout.plan.dp * layout.micro_batches // layout.schedule.slices
     compares = layout.plan.dp > 1 and readers.stages and not layout.shard

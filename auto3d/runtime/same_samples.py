@@ -30,9 +30,14 @@ class SamplesDifferError(InputError):
 
 @dataclass(frozen=True, kw_only=True)
 class Readers:
-    """Who reads each micro-batch of a pipeline: some stages, on each shard of a tensor-parallel group."""
+    """Who reads each micro-batch of a pipeline: some stages, on each shard of a tensor-parallel group.
+
+    If samples are ``read_once``, stage 0 does, and now and then (``is_compared``) one stage of each other device, which
+    has received the inputs, reads them too, only to compare: a script must not train each rank on a part of its own.
+    """
 
     stages: tuple[int, ...]  # stages that read something with fingerprints
+    read_once: bool
     shard: int
     shards: int
     first_sample: int  # first sample of this rank's slice of each micro-batch
@@ -40,8 +45,15 @@ class Readers:
 
     @classmethod
     def of(cls, layout: RankLayout, data: TrainingData) -> "Readers":
+        stages = tuple(stage.index for stage in layout.model_stages if data.reads(stage.inputs))
+        if layout.read_once:
+            of_devices: dict[int, int] = {}
+            for stage, _ in sorted(layout.schedule.device_of):
+                of_devices.setdefault(layout.schedule.device_of[stage, 0], stage)
+            stages = tuple(sorted(of_devices.values()))
         return cls(
-            stages=tuple(stage.index for stage in layout.model_stages if data.reads(stage.inputs)),
+            stages=stages,
+            read_once=layout.read_once,
             shard=layout.shard,
             shards=layout.plan.tp,
             first_sample=layout.replica * (layout.samples // layout.replicas),
@@ -70,6 +82,10 @@ class SameSamples:
         self._readers = readers
         self._read: defaultdict[int, dict[tuple[int, int], np.ndarray]] = defaultdict(dict)
         self._others: dict[int, tuple[tuple[int, int], int, np.ndarray]] = {}
+
+    def compares(self, stage: int, is_due: bool) -> bool:
+        """Whether ``stage`` notes what it reads of a micro-batch of an iteration in which comparisons may be due."""
+        return stage in self._readers.stages and (is_due or not self._readers.read_once)
 
     def note(self, iteration: int, micro_batch: int, stage: int, fingerprints: np.ndarray | None) -> None:
         """Note what ``stage`` has read of ``micro_batch`` of the global batch."""

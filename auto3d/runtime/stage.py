@@ -140,6 +140,7 @@ class StageModule:
         self.stage = stage
         self._graph = captured.graph
         self.sent = list(dict.fromkeys(transfer.value.name for transfer in stage.sent))
+        self._read_for_others = [name for name in self.sent if name in stage.inputs]
         self.losses: dict[int, torch.Tensor] = {}  # micro-batch -> its weighted loss, until it is taken
         self.counts: dict[int, dict[int, torch.Tensor]] = {}
         self._targets = TargetCounts(terms)
@@ -222,6 +223,8 @@ class StageModule:
             self.losses[micro_batch] = made[self._loss_name] * self._loss_weight
         if counts := self._targets.take():
             self.counts[micro_batch] = counts
+        for name in self._read_for_others:
+            made[name] = inputs[name]
         return {name: made[name].contiguous() for name in self.sent}
 
     def warm_up(self, device: torch.device) -> None:
@@ -234,7 +237,7 @@ class StageModule:
         weights, self.weights = self.weights, self.weights.duplicate()
         received = {transfer.value.name: zeros(transfer.value.name) for transfer in self.stage.received}
         sent = self.forward(0, received, {name: zeros(name) for name in self.stage.inputs})
-        differentiable = [name for name in sent if self._graph.value(name).differentiable]
+        differentiable = {transfer.value.name for transfer in self.stage.sent if transfer.value.differentiable}
         self.backward(0, {name: [torch.zeros_like(sent[name])] for name in differentiable})
         self.losses.clear()
         self.counts.clear()

@@ -25,6 +25,7 @@ from auto3d.plan import Plan
 from auto3d.runtime.batch_targets import check_filled, check_statistics
 from auto3d.runtime.incomplete_batch import why_not
 from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
+from auto3d.trainer.item_fingerprint import item_fingerprints
 from auto3d.trainer.padding import Padding
 from auto3d.trainer.stream import Stream, numbers_in
 
@@ -190,6 +191,8 @@ class CollatedData:
             return str(error)
         return ""
 
+    read_once = True  # a collator may draw from a generator of its own
+
     def reads(self, names: Collection[str]) -> bool:
         return bool(names)
 
@@ -201,10 +204,17 @@ class CollatedData:
 
         Any two processes get the same batch, whatever they have loaded before.
         """
+        return self.read(samples, seed, fingerprints=False)[0]
+
+    def read(
+        self, samples: Sequence[int], seed: Sequence[int], *, fingerprints: bool
+    ) -> tuple[dict[str, torch.Tensor], np.ndarray | None]:
+        """``collated(samples, seed)``, and if wanted the ``fingerprints(samples, seed)``."""
         with drawing() as begin:
             begin(self.seed, *seed)
             # A collator may take keys out of samples, which another read meets again.
             fetched = [dict(each) if type(each) is dict else each for each in _fetch(self.dataset, samples)]
+            of_items = item_fingerprints(fetched) if fingerprints else None
             batch = self.collate(fetched)
         tensors = {}
         for name, value in batch.items():
@@ -215,7 +225,13 @@ class CollatedData:
                 )
             tensors[name] = value
             self._check_limit(name, value)
-        return self.padding(tensors) if self.padding is not None else tensors
+        return (self.padding(tensors) if self.padding is not None else tensors), of_items
+
+    def fingerprints(self, samples: Sequence[int], seed: Sequence[int]) -> np.ndarray | None:
+        """Fingerprints of the samples before they are collated; None if they hold what has none."""
+        with drawing() as begin:
+            begin(self.seed, *seed)
+            return item_fingerprints(_fetch(self.dataset, samples))
 
     def _check_limit(self, name: str, value: torch.Tensor) -> None:
         limit = self.limits.get(name)
@@ -238,13 +254,16 @@ class CollatedBatches:
 
     def read(self, iteration: int, index: int, names: Collection[str]) -> Reading:
         """The inputs called ``names`` of micro-batch ``index`` of the global batch, each [samples, *shape]."""
-        if not names:
-            return Reading()
         data, part = self._data, self._part
+        if not (names or part.read_once):
+            return Reading()
         size = part.micro_batch_size
         of_iteration = data.order.of(iteration)
         samples = of_iteration[index * size : (index + 1) * size]
-        batch = data.collated(samples or of_iteration[:1], [iteration, index])
+        draw = samples or of_iteration[:1], [iteration, index]
+        if not names and (of_items := data.fingerprints(*draw)) is not None:
+            return Reading(fingerprints=of_items)
+        batch, of_items = data.read(*draw, fingerprints=part.read_once)
         check_shapes(batch, data.shapes, samples=len(samples) or 1)
         each = size // part.replicas  # an incomplete batch that is not filled has no replicas
         first = part.replica * each
@@ -252,7 +271,7 @@ class CollatedBatches:
         own = {name: value[first : first + each] for name, value in whole.items()}
         return Reading(
             inputs={name: own[name] for name in names},
-            fingerprints=fingerprints({name: bytes_of(value) for name, value in own.items()}),
+            fingerprints=of_items if of_items is not None else fingerprints(bytes_of(own)),
             items=None if data.first_item is None else int(items_of(whole, data.first_item)),
         )
 
@@ -273,9 +292,9 @@ def items_of(batch: Mapping[str, torch.Tensor], first: int) -> torch.Tensor:
     return (labels != IGNORED).sum()
 
 
-def bytes_of(value: torch.Tensor) -> np.ndarray:
-    """[samples, bytes]; numpy lacks some of torch's types."""
-    return value.contiguous().reshape(len(value), -1).view(torch.uint8).numpy()
+def bytes_of(batch: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """[samples, bytes] by name; numpy lacks some of torch's types."""
+    return {name: value.contiguous().reshape(len(value), -1).view(torch.uint8).numpy() for name, value in batch.items()}
 
 
 def check_shapes(batch: Mapping[str, torch.Tensor], shapes: Mapping[str, InputSpec], *, samples: int) -> None:

@@ -41,7 +41,7 @@ Decision = Honoured | WithoutEffect | Refused
 _HUB = Refused("upload the folder that save_model() writes")
 _DDP = Refused("gradients are summed by auto3d's own buckets")
 _SHARDS = Refused("auto3d.init(dp=, tp=, pp=, shard_optimizer=True) says how the model is divided")
-_LOADER = WithoutEffect("each rank collates its own micro-batches, on a GPU in a thread that runs ahead")
+_LOADER = WithoutEffect("a rank collates its own micro-batches, on a GPU in a thread that runs ahead")
 _CHECKPOINTING = Honoured()
 _FULL_EVAL = Refused("evaluation runs in the precision of the training")
 

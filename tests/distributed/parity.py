@@ -18,7 +18,7 @@ from auto3d.capture.model import CapturedModel
 from auto3d.capture.shard import Shard
 from auto3d.capture.skeleton import seed_all
 from auto3d.cluster import place_ranks
-from auto3d.data import Batches
+from auto3d.data import Batches, TrainingData
 from auto3d.derived.shards import tensor_parallel
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import NO_OVERLAP, Plan
@@ -120,8 +120,12 @@ def run_rank(
     iterations: int = ITERATIONS,
     compile: bool = False,
     device: torch.device = CPU,
+    data: TrainingData | None = None,
 ) -> dict:
-    """Train as one rank: losses, norms and, per iteration, gradients and parameters; and the predicted memory."""
+    """Train as one rank: losses, norms and, per iteration, gradients and parameters; and the predicted memory.
+
+    The model's own data are trained, unless ``data`` is given.
+    """
     settings = TrainingSettings(
         iterations=iterations,
         optimizer=optimizer,
@@ -138,7 +142,7 @@ def run_rank(
             model_captured,
             plan,
             settings,
-            TRAINED[model][1],
+            data or TRAINED[model][1],
             world,
             schedule=schedule,
             state=state,

@@ -200,6 +200,10 @@ FAULTS = {  # code that makes the trainer, and words of its error
         lambda: trainer(data=with_labels(SystemRandom().sample(rows(), 32))),
         "iteration 1: ranks 0 and 1 have read different data for sample ",
     ),
+    "a part for each rank": (
+        lambda: trainer(data=with_labels(rows(64)[int(os.environ["RANK"]) :: 2])),
+        "iteration 1: ranks 0 and 1 have read different data for sample ",
+    ),
     "batch norm and a last batch of one sample": (
         lambda: trainer(
             Normalised(), [{"x": torch.rand(4), "labels": i % 3} for i in range(17)], num_train_epochs=2, max_steps=-1
