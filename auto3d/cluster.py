@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from math import isfinite
+from math import isfinite, prod
 
 from auto3d.errors import InputError
 
@@ -180,6 +180,7 @@ class Cluster:
 
     nodes: tuple[Node, ...]
     device: str  # "cpu" or "cuda"
+    amp_mesh: tuple[int, int] | None = None  # (rows, columns) that AMP's placements tile; None: rows are nodes
     devices: int = field(init=False)
     node_of: tuple[int, ...] = field(init=False, repr=False)  # node number by device
     kind_of: tuple[int, ...] = field(init=False, repr=False)  # by node: the first node that equals it
@@ -192,6 +193,10 @@ class Cluster:
         node_of = tuple(number for number, node in enumerate(self.nodes) for _ in range(node.devices))
         object.__setattr__(self, "node_of", node_of)
         object.__setattr__(self, "devices", len(node_of))
+        if self.amp_mesh is not None and prod(self.amp_mesh) != self.devices:
+            raise ClusterError(
+                f"amp_mesh: {list(self.amp_mesh)} does not have the {self.devices} devices of the cluster"
+            )
         first = {node: number for number, node in reversed([*enumerate(self.nodes)])}
         object.__setattr__(self, "kind_of", tuple(map(first.__getitem__, self.nodes)))
 

@@ -141,7 +141,7 @@ def with_parameters(cluster: Cluster, parameters: Mapping[str, float]) -> Cluste
         )
         for node in cluster.nodes
     )
-    return Cluster(nodes=nodes, device=cluster.device)
+    return replace(cluster, nodes=nodes)
 
 
 def _present(cluster: Cluster, name: str) -> float:

@@ -177,7 +177,7 @@ class Profile:
             )
             for node in cluster.nodes
         )
-        return Cluster(nodes=tuple(nodes), device=cluster.device)
+        return replace(cluster, nodes=tuple(nodes))
 
     def times_at(self, work_at: WorkAt, cuts_at: Callable[[int], Sequence[int]]) -> TimesOf:
         """A function that gives the seconds of each operation: its estimated fraction of its subgraph's measured time.

@@ -7,6 +7,8 @@ from auto3d.capture.graph import Graph
 from auto3d.partition.cost import PartitionCosts
 from auto3d.plan import StagePlan
 
+BLOCKS = 32  # the number of RaNNC's blocks in its paper's experiments (section IV-A)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRequest:
@@ -24,6 +26,8 @@ class PartitionRequest:
     devices_per_node: int
     any_depth: bool = False  # RaNNC: compare all numbers of stages, not only the fewest that fit
     equal_slices: bool = False  # replicas must get equally many samples, as a Plan requires
+    blocks: int = BLOCKS  # RaNNC: k, the number of blocks of which it makes stages
+    smallest_micro_batch: int = 1  # RaNNC: fewest samples of a micro-batch; batch statistics may need 2
 
     @property
     def graph(self) -> Graph:

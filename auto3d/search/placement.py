@@ -15,7 +15,7 @@ def place(name: str, cluster: Cluster, *, dp: int, tp: int, pp: int) -> Placemen
     """The ``Plan.placement`` called ``name``; raises PlanError if it is not possible on the cluster."""
     if name == MEGATRON:
         return _place_ranks(dp=dp, pp=pp, tp=tp)
-    return _PLACEMENTS[name](mesh(tuple(node.devices for node in cluster.nodes)), dp, tp, pp)
+    return _PLACEMENTS[name](cluster.amp_mesh or mesh(tuple(node.devices for node in cluster.nodes)), dp, tp, pp)
 
 
 _place_ranks = lru_cache(4096)(place_ranks)  # the plans of a search share their placements
@@ -137,3 +137,4 @@ _PLACEMENTS: dict[str, Callable[[tuple[int, int], int, int, int], Placement]] = 
     "vertical-columns": _tiling(horizontal=False, by_columns=True),
 }
 PLACEMENTS = (MEGATRON, *_PLACEMENTS)
+AMP_PLACEMENTS = PLACEMENTS[2:]  # those that tile AMP's device mesh

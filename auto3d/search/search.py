@@ -13,6 +13,7 @@ from auto3d.cost.model import CostModel
 from auto3d.errors import InputError, ProblemKind
 from auto3d.plan import Plan, PlanError
 from auto3d.schedule.shape import listed, shape_of
+from auto3d.search.algorithms import PlannerOptions
 from auto3d.search.axes import EQUAL, OF_PLANS, Candidate, degrees_of
 from auto3d.search.bound import least_of_any_order_s, least_s
 from auto3d.search.make import PlanMaker
@@ -59,7 +60,8 @@ class Search:
 
     ``seconds_of`` estimates a Plan (default: the maker's cost model) and is never below ``bound_of`` (default: a time
     that no simulation beats; if the cost model does not simulate, the estimate itself). ``tell`` is called with the
-    progress: the number of candidates looked at, the best time so far, and whether an order is sought now.
+    progress: the number of candidates looked at, the best time so far, and whether an order is sought now. RaNNC and
+    AMP read ``options``.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class Search:
         seconds_of: Callable[[Plan], float] | None = None,
         bound_of: Callable[[Plan], float] | None = None,
         tell: Callable[[int, float, bool], None] | None = None,
+        options: PlannerOptions | None = None,
     ) -> None:
         self.domain, self.maker, self.budget = domain, maker, budget
+        self.options = options or PlannerOptions()
         self.promises = Promises(maker)
         model: CostModel = maker.model
         self._simulates = seconds_of is None and model.method == "simulated"

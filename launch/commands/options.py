@@ -4,14 +4,22 @@ from collections.abc import Callable, Sequence
 
 import click
 
+from auto3d.search.algorithms import AMP
+from auto3d.search.placement import AMP_PLACEMENTS, PLACEMENTS
 from launch.commands.consoles import note
 from launch.recipe.load import LoadedRecipe, load
 from launch.recipe.overrides import read_overrides, write_path
+from launch.recipe.schema_key import AUTO
 
 UNREAD = {  # verb -> keys, or groups of them, that change nothing of what it does
     "plan": ("plan", "measure", "launch", "search.max_trials", "search.planners"),
     "sweep": ("plan", "search.trials"),
     "tune": ("plan", "search.max_trials", "search.planners"),
+}
+OF_PLANNERS = {  # key -> the search algorithms that read it
+    "search.rannc_blocks": ("rannc", "rannc-any-depth"),
+    "search.rannc_smallest_micro_batch": ("rannc", "rannc-any-depth"),
+    "search.amp_cooling": (AMP,),
 }
 COUNT = click.IntRange(min=1)
 EXISTING_FILE = click.Path(exists=True, dir_okay=False)
@@ -33,7 +41,22 @@ def load_for(verb: str, recipe: str, overrides: Sequence[str]) -> LoadedRecipe:
         written = write_path(path)
         if any(written == key or written.startswith(f"{key}.") for key in UNREAD[verb]):
             note(f"{written} has no effect on `auto3d {verb}`")
+        elif readers := _missing_readers(loaded, verb, written):
+            note(f"{written} has no effect: only {readers} reads it")
     return loaded
+
+
+def _missing_readers(recipe: LoadedRecipe, verb: str, key: str) -> str:
+    """What alone reads ``key``, if ``verb`` runs none of it; else empty."""
+    search = recipe.values.search
+    planners = {search.algorithm, *(() if "search.planners" in UNREAD[verb] else search.planners)}
+    if key in OF_PLANNERS and not planners.intersection(OF_PLANNERS[key]):
+        return f"search.algorithm={OF_PLANNERS[key][0]}"
+    if key == "search.amp_mesh" and AMP not in planners:
+        several = recipe.values.cluster.nodes > 1 or recipe.values.cluster.more
+        tried = (PLACEMENTS if several else ()) if search.placement == AUTO else search.placement
+        return "" if set(tried) & set(AMP_PLACEMENTS) else "a placement of AMP, such as search.placement=[horizontal],"
+    return ""
 
 
 def recipe_command(function: Callable[..., int]) -> click.Command:

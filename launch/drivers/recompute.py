@@ -57,7 +57,7 @@ def try_fractions(recipe: LoadedRecipe, report: Callable[[TriedFraction], None])
     changes: dict[str, Any] = {"recompute": FULL}
     base = candidates.of_plan(recipe, replace(wanted, **changes), graph_at, model)
     graph = graph_at(samples_at_once(base))
-    bounds = shard(graph).bounds
+    bounds = shard(graph, recipe.values.search.subgraphs).bounds
     variants = KeptFractions(base, lambda stage: subgraph_starts(graph, stage, bounds))
     plans = [(fraction, variants.plan(fraction)) for fraction in variants.first]
     machine = cluster(recipe)

@@ -112,7 +112,7 @@ def _scaled(recipe: LoadedRecipe, machine: Cluster, links: Sequence[AssumedLink]
         present = {link.side: getattr(node, link.side) for link in links if link.kind == number}
         scaled = {side: replace(link, bandwidth=factor * link.bandwidth) for side, link in present.items()}
         nodes.append(replace(node, **scaled))
-    return Cluster(nodes=tuple(nodes), device=machine.device)
+    return replace(machine, nodes=tuple(nodes))
 
 
 def _unknown_devices(recipe: LoadedRecipe, measured_in: str) -> list[str]:

@@ -74,12 +74,13 @@ class PlanningModel:
         return graph
 
     def sharding(self, graph: Graph, subgraphs: int | None = None) -> Sharding:
-        """The subgraphs of ``graph``, one of this model's.
+        """The subgraphs of ``graph``, one of this model's: ``subgraphs`` of them (default: the recipe's number).
 
         They are kept by the graph's fingerprint: where the Graph comes from another process or from the cache, this
         process may not have imported the model's code, and the cache would not notice that it changes. Those of an
         interpolated Graph are not stored: at 1 sample it may have other operations than the model has.
         """
+        subgraphs = subgraphs or self._recipe.values.search.subgraphs
         if not graph.fingerprint:
             return shard(graph, subgraphs)
         identity = {

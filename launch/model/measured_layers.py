@@ -76,7 +76,7 @@ def with_measured_update(machine: Cluster, recipe: LoadedRecipe) -> Cluster:
         return replace(kind, update_s=mean(seconds[kind.name])) if kind.name in seconds else kind
 
     nodes = (replace(node, accelerator=measured(node.accelerator)) for node in machine.nodes)
-    return Cluster(nodes=tuple(nodes), device=machine.device)
+    return replace(machine, nodes=tuple(nodes))
 
 
 def published(name: str) -> Path:

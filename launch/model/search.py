@@ -19,7 +19,14 @@ from launch.model.graphs import PlanningModel
 from launch.model.nearest import no_plan_found
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema_key import AUTO
-from launch.recipe.settings import emulation, most_candidates, most_simulations, most_trials, search_space
+from launch.recipe.settings import (
+    emulation,
+    most_candidates,
+    most_simulations,
+    most_trials,
+    planner_options,
+    search_space,
+)
 from launch.recipe.words import counted
 
 SHOWN = 20  # plans that `auto3d plan` prints: a search loses none of them
@@ -73,7 +80,7 @@ def search_recipe(
         seconds=settings.seconds or inf,
         best=max(best, SHOWN, most_trials(recipe.values)),
     )
-    search = Search(domain, maker, budget, tell=tell)
+    search = Search(domain, maker, budget, tell=tell, options=planner_options(recipe.values))
     try:
         if domain.degrees:
             run_algorithm(algorithm(recipe), search, settings.seed)

@@ -123,6 +123,8 @@ def partition_model(
         nodes=len(machine.nodes),
         devices_per_node=machine.devices_per_node,
         equal_slices=equal_slices,
+        blocks=recipe.values.search.rannc_blocks,
+        smallest_micro_batch=recipe.values.search.rannc_smallest_micro_batch,
     )
     result = partition(method, request)
     each = _stage_figures(request.graph, sharding, request.costs, result)

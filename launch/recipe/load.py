@@ -430,6 +430,11 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
     if recipe.measure.communication and engines != AUTO and not set(engines).intersection(DEEPSPEED):
         problem = f"found true, but only DeepSpeed logs it; use false, or add to search.engine: {', '.join(DEEPSPEED)}"
         raise RecipeError(sources.of("measure.communication"), "measure.communication", problem)
+    if recipe.search.subgraphs is not None and model.layers is not None:
+        problem = (
+            f"found {recipe.search.subgraphs}, but stages are cut between the layers of model.layers; leave it out"
+        )
+        raise RecipeError(sources.of("search.subgraphs"), "search.subgraphs", problem)
     if recipe.plan is not None and recipe.plan.tp == 1:
         for name, default in (("sequence_parallel", False), ("tensor_overlap", NO_OVERLAP)):
             if (value := getattr(recipe.plan, name)) != default:

@@ -3,10 +3,13 @@
 from dataclasses import dataclass, make_dataclass
 from typing import Any
 
+from auto3d.partition.request import BLOCKS
 from auto3d.search.algorithms import ALGORITHMS
 from auto3d.search.axes import AXES, TYPES, PlanAxis
 from auto3d.search.space import ORDER_SECONDS
 from launch.recipe.schema_key import AUTO, LARGEST_INTEGER, LARGEST_TIME_S, key
+
+LINEAR = "linear"  # AMP's temperature falls to 0 at its last step
 
 
 def _searched(axis: PlanAxis) -> Any:
@@ -51,6 +54,32 @@ class SearchRecipe(_SearchAxes):
         "planners whose own plans a sweep runs as well, each as a row with its name: the plan that each of these "
         "algorithms finds alone",
         choices=tuple(ALGORITHMS),
+    )
+    subgraphs: int | None = key(
+        None,
+        "subgraphs that the model is divided into, Merak's k, between which stages begin and end; none: as many as "
+        "possible",
+        least=1,
+    )
+    rannc_blocks: int = key(
+        BLOCKS, "blocks of which RaNNC makes stages, its k; more cost its search time and leave it more cuts", least=1
+    )
+    rannc_smallest_micro_batch: int = key(
+        1, "fewest samples that RaNNC gives a replica in a micro-batch; batch statistics may need 2", least=1
+    )
+    amp_mesh: list[int] = key(
+        [],
+        "device mesh that AMP's placements (horizontal, vertical) tile, as [rows, columns] of ranks in their order; "
+        "none: each row is a node",
+        least=1,
+    )
+    amp_cooling: float | str = key(
+        LINEAR,
+        "how the temperature of AMP's annealing falls from 1 second; linear: to 0 in its last step; a number: by this "
+        "factor in each step",
+        choices=(LINEAR,),
+        least=0,
+        most=1,
     )
     candidates: int | None = key(
         None, "most candidates that a search looks at; none: 2000, or 500 if the algorithm is amp", least=1

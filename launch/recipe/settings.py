@@ -12,13 +12,14 @@ from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.optimizer_memory import state_copies, update_copies
 from auto3d.runtime.settings import OptimizerSettings, ParameterGroup, TrainingSettings
-from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS
+from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS, PlannerOptions
 from auto3d.search.axes import AXES
 from auto3d.search.space import SearchSpace
 from launch.recipe.cluster_schema import AcceleratorRecipe, CollectivesRecipe, LinkRecipe
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import SCATTERED, UNFUSED, Recipe
 from launch.recipe.schema_key import AUTO
+from launch.recipe.search_schema import LINEAR
 
 CANDIDATES, SIMULATIONS, TRIALS = 2000, 500, 15  # defaults of search.candidates, search.simulations, search.trials
 
@@ -46,7 +47,18 @@ def cluster(recipe: LoadedRecipe, precision: str | None = None) -> Cluster:
         machine = Cluster(nodes=tuple(nodes), device=values.device)
     except ClusterError as error:
         raise recipe.error("cluster", str(error)) from None
+    machine = replace(machine, amp_mesh=_amp_mesh(recipe, machine.devices))
     return machine if values.memory_gib is None else with_memory(machine, values.memory_gib * 2**30)
+
+
+def _amp_mesh(recipe: LoadedRecipe, devices: int) -> tuple[int, int] | None:
+    match recipe.values.search.amp_mesh:
+        case []:
+            return None
+        case [rows, columns] if rows * columns == devices:
+            return rows, columns
+    problem = f"found {recipe.values.search.amp_mesh}; it takes [rows, columns], rows × columns = {devices} devices"
+    raise recipe.error("search.amp_mesh", problem)
 
 
 def known_peak_flops(recipe: LoadedRecipe, plan: Plan, precision: str) -> float | None:
@@ -77,7 +89,7 @@ def accelerator_figures(recipe: LoadedRecipe) -> list[AcceleratorRecipe | None]:
 def with_memory(machine: Cluster, memory_bytes: float) -> Cluster:
     """``machine`` with ``memory_bytes`` as the memory that a process may fill on each device."""
     nodes = (replace(node, accelerator=replace(node.accelerator, memory_bytes=memory_bytes)) for node in machine.nodes)
-    return Cluster(nodes=tuple(nodes), device=machine.device)
+    return replace(machine, nodes=tuple(nodes))
 
 
 def _link(values: LinkRecipe) -> Link:
@@ -246,6 +258,15 @@ def search_space(recipe: Recipe) -> SearchSpace:
     axes = {name: getattr(recipe.search, name) for name in AXES}
     micro_batches, idle = recipe.search.micro_batches, recipe.search.allow_idle_devices
     return SearchSpace(**axes, micro_batches=micro_batches, allow_idle_devices=idle)
+
+
+def planner_options(recipe: Recipe) -> PlannerOptions:
+    search = recipe.search
+    return PlannerOptions(
+        rannc_blocks=search.rannc_blocks,
+        rannc_smallest_micro_batch=search.rannc_smallest_micro_batch,
+        amp_cooling=None if search.amp_cooling == LINEAR else float(search.amp_cooling),
+    )
 
 
 def most_candidates(recipe: Recipe) -> int:

@@ -22,6 +22,7 @@ from auto3d.runtime.measurement import Measurement, Status
 from auto3d.search.axes import Candidate
 from launch.peers.limits import engine_version
 from launch.recipe.load import LoadedRecipe, data_files
+from launch.recipe.search_schema import SearchRecipe
 from launch.slurm.executor import on_slurm
 from launch.store.files import RUNS, private_folder, write_whole
 from launch.store.manifest import Entry, Manifest
@@ -271,11 +272,17 @@ def measurement_of(recipe: LoadedRecipe, trial: str) -> Measurement | None:
     return _read_measurement(recipe_folder(recipe) / "trials" / trial / "measurement.json")
 
 
+_LATER = ("planners", "subgraphs", "rannc_blocks", "rannc_smallest_micro_batch", "amp_mesh", "amp_cooling")
+"""Keys of ``search`` that were not always there: with their defaults, earlier sweeps are the same sweeps."""
+_SEARCH = SearchRecipe()
+
+
 def settings_digest(recipe: LoadedRecipe) -> str:
     """A digest that is equal for recipes whose sweeps have the same trials on one machine."""
     values, search = recipe.values, asdict(recipe.values.search)
-    if not search["planners"]:
-        del search["planners"]  # sweeps from before there was this key are the same sweeps
+    for name in _LATER:
+        if search[name] == getattr(_SEARCH, name):
+            del search[name]
     return _digest([_measured(recipe), search, asdict(values.prediction), values.cluster.memory_gib])
 
 

@@ -32,8 +32,9 @@ from auto3d.capture.graph import Graph
 from auto3d.capture.interpolate import interpolate
 from auto3d.capture.model import capture
 from auto3d.partition.cost import PartitionCosts, analytic
-from auto3d.partition.methods.rannc import BLOCKS, StageSearch, atomic_subcomponents, find_units, form_blocks
+from auto3d.partition.methods.rannc import StageSearch, atomic_subcomponents, find_units, form_blocks
 from auto3d.partition.methods.rannc.operation_profile import OperationProfiles
+from auto3d.partition.request import BLOCKS
 from launch.report.release import Target
 from tests.targets import end
 

@@ -283,6 +283,8 @@ def test_a_batch_that_is_too_small_is_refused():
     assert partition("bert", inf, global_batch=8, nodes=4, devices_per_node=8)
     with pytest.raises(PartitionError, match="nodes: 0 is not possible; it must be 1 or more"):
         partition("bert", inf, nodes=0)
+    with pytest.raises(PartitionError, match="smallest_micro_batch: 16 samples are more than the global batch of 12"):
+        partition("bert", inf, smallest_micro_batch=16)
 
 
 def test_replicas_get_equal_slices_where_a_plan_needs_them():

@@ -10,6 +10,7 @@ from auto3d.cost.work import work_of
 from auto3d.errors import InputError
 from auto3d.partition.merak import shard
 from auto3d.plan import Plan
+from auto3d.search.algorithms import PlannerOptions
 from auto3d.search.algorithms.rannc import rannc
 from auto3d.search.make import PlanMaker, shortage_of
 from auto3d.search.planned_model import PlannedGraphs
@@ -20,7 +21,7 @@ from tests.models import captured
 KIB = 2**10
 
 
-def searched(memory_bytes: float, precision: str) -> tuple[Plan, CostModel]:
+def searched(memory_bytes: float, precision: str, **options: int) -> tuple[Plan, CostModel]:
     """RaNNC's plan of a small GPT-2 on two nodes of two devices."""
     node = Node(devices=2, accelerator=Accelerator(memory_bytes=memory_bytes))
     cluster, workload = Cluster(nodes=(node, node), device="cuda"), Workload(global_batch=32, seed=1)
@@ -32,7 +33,9 @@ def searched(memory_bytes: float, precision: str) -> tuple[Plan, CostModel]:
     )
     model = CostModel(cluster, TrainingOptions(precision=precision), planned.work)
     maker = PlanMaker(planned, model, workload)
-    search = Search(Domain(SearchSpace(), cluster, workload), maker, Budget(candidates=10))
+    search = Search(
+        Domain(SearchSpace(), cluster, workload), maker, Budget(candidates=10), options=PlannerOptions(**options)
+    )
     rannc(search, 1)
     (only,) = search.ranked()
     return only.plan, model
@@ -77,3 +80,14 @@ def test_messages_use_the_link_inside_a_node():
     single = Node(devices=1, inside=inside, outside=outside)
     assert link_inside(Cluster(nodes=(single, single), device="cuda")) == outside
     assert link_inside(Cluster(nodes=(Node(devices=1, inside=inside, outside=None),), device="cuda")) == inside
+
+
+def test_blocks_and_the_smallest_micro_batch_are_options():
+    """In memory that needs four stages, three blocks do not fit; a larger micro-batch needs more stages."""
+    assert searched(800 * KIB, "float32")[0].pp == 4
+    with pytest.raises(InputError, match=r"no stages fit 4 devices .* with stages = 3"):
+        searched(800 * KIB, "float32", rannc_blocks=3)
+    small, _ = searched(1200 * KIB, "float32")
+    larger, _ = searched(1200 * KIB, "float32", rannc_smallest_micro_batch=2)
+    assert (small.micro_batch_size, larger.micro_batch_size) == (1, 2)
+    assert small.pp < larger.pp

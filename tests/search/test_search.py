@@ -12,7 +12,7 @@ from auto3d.cluster import Accelerator, Cluster, Link, Node
 from auto3d.errors import InputError
 from auto3d.plan import PlanError
 from auto3d.schedule.shape import shape
-from auto3d.search.algorithms import AMP_ITERATIONS, run_algorithm
+from auto3d.search.algorithms import AMP_ITERATIONS, PlannerOptions, run_algorithm
 from auto3d.search.algorithms.amp import TILINGS, amp, amp_space
 from auto3d.search.algorithms.exhaustive import exhaustive
 from auto3d.search.axes import EQUAL, UNEVEN, Candidate
@@ -51,6 +51,26 @@ def test_a_domino_longer_than_the_mesh_is_folded():
     assert place("horizontal", cluster, dp=4, tp=1, pp=2) == ((0, 4, 1, 5), (2, 6, 3, 7))
     one_each = Cluster(nodes=(Node(devices=1),) * 8, device="cuda")
     assert place("horizontal", one_each, dp=2, tp=2, pp=2) == ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+def test_the_shape_of_the_mesh_is_given_with_the_cluster():
+    """Four rows of two instead of two rows of four: a vertical domino of tp = 2 then joins neighbours of one node."""
+    nodes = (Node(devices=4), Node(devices=4))
+    cluster = Cluster(nodes=nodes, device="cuda", amp_mesh=(4, 2))
+    assert place("vertical", cluster, dp=2, tp=2, pp=2) == ((0, 2, 1, 3), (4, 6, 5, 7))
+    assert place("megatron", cluster, dp=2, tp=2, pp=2) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    with pytest.raises(InputError, match=r"amp_mesh: \[3, 2\] does not have the 8 devices"):
+        Cluster(nodes=nodes, device="cuda", amp_mesh=(3, 2))
+
+
+@pytest.mark.parametrize(("cooling", "expected"), [(None, [1, 0.75, 0.5, 0.25]), (0.5, [1, 0.5, 0.25, 0.125])])
+def test_amp_cools_linearly_or_by_a_factor(monkeypatch, cooling, expected):
+    temperatures = []
+    monkeypatch.setattr(
+        "auto3d.search.algorithms.amp.accepted_s", lambda *_, temperature_s, **__: temperatures.append(temperature_s)
+    )
+    searched(amp, random_case(0), candidates=4, options=PlannerOptions(amp_cooling=cooling))
+    assert temperatures == expected
 
 
 @pytest.mark.parametrize(

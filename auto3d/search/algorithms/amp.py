@@ -6,7 +6,7 @@ and the tiling. ``annealing`` is our version of it, over all axes. Where the lis
 
 - Lines 8 and 18 use ``randn()``, a normal variate; here it is a uniform one from 0 to 1.
 - Line 15 cuts stages for the strategy before the move; here stages are cut for the strategy after it.
-- ``cool_down`` is not given; here the temperature falls linearly from 1 to 0 seconds.
+- ``cool_down`` is not given; here the temperature falls from 1 second, linearly to 0 or by a factor in each step.
 - The first strategy is never recorded; here it is.
 """
 
@@ -63,7 +63,8 @@ def amp(search: Search, seed: int) -> None:
             degree = random.choice(sorted({getattr(one, other) for one in near}))
             degrees = random.choice([one for one in near if getattr(one, other) == degree])
         candidate = with_choices(degrees, search.domain, random)
-        temperature_s = 1 - iteration / iterations
+        cooling = search.options.amp_cooling
+        temperature_s = 1 - iteration / iterations if cooling is None else cooling**iteration
         seconds = accepted_s(search, candidate, random, present_s=cost, temperature_s=temperature_s)
         if seconds is not None:
             present, cost = candidate, seconds

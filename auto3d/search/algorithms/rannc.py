@@ -7,6 +7,7 @@ from auto3d.partition.cost import PartitionCosts
 from auto3d.partition.methods.rannc import LEAST_CAPTURED
 from auto3d.partition.stage import PartitionError
 from auto3d.plan import Plan, PlanError
+from auto3d.search.algorithms import PlannerOptions
 from auto3d.search.axes import Candidate
 from auto3d.search.make import PlanMaker
 from auto3d.search.partitioned import plan_of
@@ -28,7 +29,7 @@ def rannc(search: Search, seed: int) -> None:
 
 def estimate_plan(search: Search, *, any_depth: bool) -> None:
     """Estimate RaNNC's plan; with ``any_depth``, it takes the fastest number of stages, else the fewest that fit."""
-    found, plan = _fitting(search.maker, any_depth=any_depth)
+    found, plan = _fitting(search.maker, search.options, any_depth=any_depth)
     candidate = Candidate(
         dp=plan.dp,
         tp=1,
@@ -43,7 +44,7 @@ def estimate_plan(search: Search, *, any_depth: bool) -> None:
     search.seconds(candidate)
 
 
-def _fitting(maker: PlanMaker, *, any_depth: bool) -> tuple[Partition, Plan]:
+def _fitting(maker: PlanMaker, options: PlannerOptions, *, any_depth: bool) -> tuple[Partition, Plan]:
     """RaNNC's partition and its Plan, which passes all checks of ``maker``.
 
     RaNNC counts the memory of one micro-batch, of the inputs of the others and of the optimizer's state, but not of
@@ -54,7 +55,7 @@ def _fitting(maker: PlanMaker, *, any_depth: bool) -> tuple[Partition, Plan]:
     short: PlanError | None = None
     while True:
         try:
-            request = partition_request(maker, memory, any_depth=any_depth)
+            request = partition_request(maker, memory, options, any_depth=any_depth)
             found = partition("rannc", request)
         except PartitionError:
             if short is not None:
@@ -70,7 +71,10 @@ def _fitting(maker: PlanMaker, *, any_depth: bool) -> tuple[Partition, Plan]:
             short, memory = error, _TIGHTER * memory
 
 
-def partition_request(maker: PlanMaker, memory_bytes: float, *, any_depth: bool = False) -> PartitionRequest:
+def partition_request(
+    maker: PlanMaker, memory_bytes: float, options: PlannerOptions | None = None, *, any_depth: bool = False
+) -> PartitionRequest:
+    options = options or PlannerOptions()
     planned, model, workload = maker.planned, maker.model, maker.workload
     if not isinstance(planned, PlannedGraphs):
         raise PlanError("rannc needs a captured model: it cuts operations, not layers")
@@ -99,4 +103,6 @@ def partition_request(maker: PlanMaker, memory_bytes: float, *, any_depth: bool 
         devices_per_node=cluster.devices_per_node,
         any_depth=any_depth,
         equal_slices=True,
+        blocks=options.rannc_blocks,
+        smallest_micro_batch=options.rannc_smallest_micro_batch,
     )

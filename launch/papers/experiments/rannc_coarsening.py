@@ -14,10 +14,11 @@ from auto3d.capture.interpolate import interpolate
 from auto3d.errors import InputError
 from auto3d.partition import Partition, PartitionRequest
 from auto3d.partition.cost import PartitionCosts
-from auto3d.partition.methods.rannc import BLOCKS, LEAST_CAPTURED, find_units, form_blocks
+from auto3d.partition.methods.rannc import LEAST_CAPTURED, find_units, form_blocks
 from auto3d.partition.methods.rannc.atomic import Subcomponent, atomic_subcomponents, stage_of_operations
 from auto3d.partition.methods.rannc.operation_profile import OperationProfile, OperationProfiles, value_numbers
 from auto3d.partition.methods.rannc.stages import StageForm, StageSearch
+from auto3d.partition.request import BLOCKS
 from auto3d.plan import stages_of_operations
 from auto3d.search.algorithms.rannc import partition_request
 from auto3d.search.make import PlanMaker

@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from launch.recipe.load import load
+from launch.store import trials
+
 PLANNERS = ["chimera", "rannc", "amp", "megatron", "annealing"]
 SPACE = [
     *("search.dp=auto", "search.tp=[1]", "search.pp=auto", "search.micro_batch_size=[1,2]", "search.schedule=[1f1b]"),
@@ -65,3 +68,52 @@ def test_what_has_no_effect_is_said(folder, auto3d):
         "search.max_trials has no effect on `auto3d tune`"
         in auto3d("tune", "own.yaml", "search.max_trials=3", "search.trials=1", "prediction.profile=none").err
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["search.rannc_blocks=4"], "only search.algorithm=rannc reads it"),
+        (["search.rannc_blocks=4", "search.algorithm=rannc-any-depth"], ""),
+        (["search.amp_cooling=0.9", "search.planners=[amp]"], "only search.algorithm=amp reads it"),
+        (["search.amp_mesh=[4,1]"], "only a placement of AMP, such as search.placement=[horizontal], reads it"),
+        (["search.amp_mesh=[2,1]", "search.placement=[vertical]", "cluster.devices_per_node=2"], ""),
+    ],
+)
+def test_keys_of_planners_have_no_effect_on_others(folder, auto3d, overrides, said):
+    lines = [line for line in auto3d("plan", "own.yaml", *overrides).err.splitlines() if "reads it" in line]
+    key = overrides[0].split("=")[0]
+    assert lines == ([f"{key} has no effect: {said}"] if said else [])
+
+
+def test_stages_are_cut_between_as_many_subgraphs_as_the_recipe_says(folder, auto3d):
+    """Two subgraphs give two stages, and no four."""
+    space = [override for override in SPACE if "search.pp" not in override]
+    two = json.loads(auto3d("plan", "small.yaml", *space, "search.pp=[2]", "search.subgraphs=2", "--json").out)
+    assert two["candidates"][0]["pp"] == 2
+    assert json.loads(auto3d("plan", "small.yaml", *space, "search.pp=[4]", "--json").out)["candidates"]
+    said = auto3d("plan", "small.yaml", *space, "search.pp=[4]", "search.subgraphs=2", code=2).err
+    assert "4 stages or more, but the model has 2 subgraphs; each stage needs one" in said
+    said = auto3d("plan", "small.yaml", *space, "search.pp=[2]", "search.subgraphs=99", code=2).err
+    assert "99 subgraphs, but this model divides into at least 1 and at most " in said
+
+
+def test_a_mesh_of_another_number_of_devices_is_refused(folder, auto3d):
+    said = auto3d("plan", "own.yaml", "search.amp_mesh=[3,3]", code=2).err
+    assert "search.amp_mesh: found [3, 3]; it takes [rows, columns], rows × columns = " in said
+
+
+def test_sweeps_from_before_there_were_keys_of_planners_are_the_same_sweeps(folder, monkeypatch):
+    """With its default, such a key is no part of what tells one sweep from another; with another value it is."""
+    monkeypatch.setattr(trials, "_digest", lambda content: content)
+    changed = {
+        "planners": "[amp]",
+        "subgraphs": "2",
+        "rannc_blocks": "8",
+        "rannc_smallest_micro_batch": "2",
+        "amp_mesh": "[2,2]",
+        "amp_cooling": "0.9",
+    }
+    assert not changed.keys() & trials.settings_digest(load("own.yaml"))[1].keys()
+    for key, value in changed.items():
+        assert key in trials.settings_digest(load("own.yaml", [f"search.{key}={value}"]))[1]

@@ -19,12 +19,11 @@ from auto3d.partition.methods.rannc.blocks import form_blocks
 from auto3d.partition.methods.rannc.operation_profile import OperationProfiles
 from auto3d.partition.methods.rannc.stages import StageSearch
 from auto3d.partition.methods.rannc.units import find_units
-from auto3d.partition.request import Partition, PartitionRequest
+from auto3d.partition.request import BLOCKS, Partition, PartitionRequest
 from auto3d.partition.stage import PartitionError, same_stages
 from auto3d.plan import StagePlan, stages_of_operations
 
 LEAST_CAPTURED = 2  # samples: at 1 a model may have fewer operations than at all other sizes
-BLOCKS = 32  # the paper's experiments have this many, section IV-A
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +54,8 @@ def choose_partition(request: PartitionRequest) -> Partition:
         nodes=request.nodes,
         devices_per_node=request.devices_per_node,
         global_batch=request.global_batch,
+        blocks=request.blocks,
+        smallest_micro_batch=request.smallest_micro_batch,
         equal_slices=request.equal_slices,
         any_depth=request.any_depth,
     )
@@ -93,7 +94,9 @@ def rannc(
         if number < 1:
             raise PartitionError(f"{name}: {number} is not possible; it must be 1 or more")
     if global_batch < smallest_micro_batch:
-        raise PartitionError(f"global_batch: {global_batch} is not possible; it must be {smallest_micro_batch} or more")
+        raise PartitionError(
+            f"smallest_micro_batch: {smallest_micro_batch} samples are more than the global batch of {global_batch}"
+        )
     profiles = OperationProfiles(graph_at, costs_at, smallest=smallest_micro_batch, largest=global_batch)
     graph, costs, devices = profiles.graph, profiles.costs, nodes * devices_per_node
     units = find_units(
