@@ -11,7 +11,7 @@ def critical_path(timeline: Timeline) -> list[Operation]:
 
     Each operation starts when the previous one ends, or when its message or its all-reduce does. If there are several
     paths, this is one with the most backwards, so that C_f and C_b are those of the paper. Among these, it stays on a
-    device if it can, as in Merak's figure 4.
+    device if it can, as in figure 4 of Merak (2022).
     """
     numbers = critical_numbers(timeline)
     return [timeline.operations[number] for number in numbers]

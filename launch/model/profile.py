@@ -54,7 +54,7 @@ def basis(recipe: LoadedRecipe, measured_in: str) -> str:
 def how_to_measure(recipe: LoadedRecipe, measured_in: str) -> str:
     """The command that measures what predictions need; empty if it was measured, or cannot be."""
     values = recipe.values
-    if measured_in or values.model.layers is not None or values.training.compute != "real":
+    if measured_in or recipe.paper or values.model.layers is not None or values.training.compute != "real":
         return ""
     if values.prediction.profile == "none":
         return ""
@@ -85,7 +85,9 @@ def find_profile(recipe: LoadedRecipe, fingerprint: Callable[[int], str]) -> tup
     try:
         return file, _fitting(recipe, file, fingerprint)
     except ProfileError as error:
-        again = f"to measure: {recipe.command('profile')}; to predict without: prediction.profile=none"
+        again = "to predict without: prediction.profile=none"
+        if not recipe.paper:  # whose rows have a model each, and no recipe that `auto3d profile` takes
+            again = f"to measure: {recipe.command('profile')}; {again}"
         raise recipe.error("prediction.profile", f"{file}: {error}; {again}") from None
 
 

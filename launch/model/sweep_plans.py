@@ -65,7 +65,7 @@ def _listed(
     maker = runnable_maker(recipe, graph_at, model)
     listed = list(list_candidates(domain, maker))
     candidates = {one.plan: one.candidate for one in listed if one.plan is not None}
-    refused = Refusals()
+    refused = Refusals() if listed else domain.refused  # no degrees have the right number of devices
     for one in listed:
         if one.plan is None:
             refused.add(one.candidate, one.reason, one.kind)

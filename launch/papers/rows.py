@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from inspect import signature
 from json import dumps
 from pathlib import Path
@@ -17,7 +18,7 @@ from launch.drivers.sweep import Retry, Sweep, left_of, run_grid, run_sweep
 from launch.model.costs import planning_subject
 from launch.model.search import search_recipe
 from launch.papers.experiments import EXPERIMENTS
-from launch.papers.item import Part, Setting
+from launch.papers.item import FOLDER, Part, Setting
 from launch.papers.row import Row
 from launch.papers.stored import run_of
 from launch.recipe.load import LoadedRecipe, load_groups
@@ -43,6 +44,7 @@ class RowMaker:
 
     def __init__(self, name: str, file: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> None:
         self._name, self._file, self._watcher, self._overrides = name, file, watcher, tuple(overrides)
+        self._words = (name if file == FOLDER / f"{name}.yaml" else str(file), *overrides)
         self._subjects: dict[str, PlannedModel] = {}
 
     def rows(self, part: Part) -> list[Row]:
@@ -72,7 +74,7 @@ class RowMaker:
             fixed = fixed | {"training.compute": "emulated"}
         written = [f"{key}={dumps(value)}" for key, value in {**fixed, **overrides}.items()]
         own = load_groups(run_of(self._name), self._file, part.base, written)
-        return self._changed(part, own) if self._overrides else own
+        return replace(self._changed(part, own) if self._overrides else own, paper=self._words)
 
     def _changed(self, part: Part, own: LoadedRecipe) -> LoadedRecipe:
         """``own`` with the user's overrides. Another cluster gives as many devices, unless these say how many nodes."""

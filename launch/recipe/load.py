@@ -40,6 +40,7 @@ from launch.recipe.shipped import RECIPES
 from launch.recipe.words import counted
 
 _GROUPS = ", ".join(groups())
+_ON_RUNS = ("status", "logs", "cancel", "resume")  # they take paper-ITEM, the name of an item's runs
 NAMED_GROUPS = {"model": "models", "cluster": "clusters"}  # group -> folder of recipes/ with files that it may name
 
 
@@ -54,6 +55,7 @@ class LoadedRecipe:
     folder: Path  # folder of the user's file, which may hold modules of their own
     assumed_links: tuple[AssumedLink, ...]  # figures of links that the recipe left out and ``values`` has
     _sources: "_Sources"
+    paper: tuple[str, ...] = ()  # of a paper's row: the words after `auto3d paper`, ITEM and the user's overrides
 
     def error(self, key: str, problem: str, *, kind: ProblemKind = "other") -> RecipeError:
         """An error about ``key`` for checks after ``load``; its message names the file that set the key."""
@@ -75,7 +77,8 @@ class LoadedRecipe:
     def command(self, verb: str, *options: str, without: str = "") -> str:
         """The shell command that runs ``verb`` on this recipe as the user wrote it.
 
-        Overrides of the group ``without`` are left out. Overrides among the ``options`` replace the user's own.
+        Overrides of the group ``without`` are left out. Overrides among the ``options`` replace the user's own. A row
+        of a paper has no recipe that commands take: its item is predicted for `plan`, and else measured.
         """
         dropped = self.overrides_of(without)
         kept = [override for override in self.overrides if override not in dropped]
@@ -83,6 +86,10 @@ class LoadedRecipe:
         others = [option for option in options if option not in changes]
         on_path = shutil.which("auto3d") or Path(sys.argv[0]).name != "auto3d"
         program = "auto3d" if on_path else sys.argv[0]
+        if self.paper and verb not in _ON_RUNS:
+            item, *kept = self.paper
+            runs = [] if verb == "plan" else ["--run"]
+            return shlex.join([program, "paper", item, *replaced(kept, changes), *runs, *others])
         return shlex.join([program, verb, self.written, *replaced(kept, changes), *others])
 
     def changed(self, overrides: Sequence[str]) -> "LoadedRecipe":

@@ -34,14 +34,15 @@ def scaled_down(recipe: LoadedRecipe) -> list[str]:
 
 def what_helps(recipe: LoadedRecipe, verb: str) -> str:
     """The commands that help where ``verb`` lacks the devices of the recipe's cluster, on one line."""
-    here, slurm = recipe.command("sweep", *scaled_down(recipe)), recipe.command(verb, "launch.executor=slurm")
+    slurm = recipe.command(verb, "launch.executor=slurm")
     if recipe.shipped and not recipe.overrides:
         slurm = f"make {verb} RECIPE={recipe.written} EXECUTOR=slurm"
     plan = recipe.command("plan")
-    return (
-        f"`{plan}` predicts without them; `{here}` runs fewer layers here, on {DEVICES} emulated devices; "
-        f"`{slurm}` runs it on a SLURM cluster"
-    )
+    here = ""
+    if not recipe.paper:
+        small = recipe.command("sweep", *scaled_down(recipe))
+        here = f"`{small}` runs fewer layers here, on {DEVICES} emulated devices; "
+    return f"`{plan}` predicts without them; {here}`{slurm}` runs it on a SLURM cluster"
 
 
 def devices_of(recipe: LoadedRecipe) -> str:

@@ -19,7 +19,7 @@ def early_recompute(*, devices: int, micro_batches: int, sync: str = "lazy") -> 
 FAMILY = Family(
     name="early-recompute",
     summary="1F1B whose recomputation does not wait for the gradient",
-    source="Lai et al. (Merak), TPDS 2023, section 6.1, figure 4b",
+    source="Lai et al. (Merak), TPDS 2023, section 5.1, figure 3b",
     ships_in=("Merak",),
     build=early_recompute,
 )

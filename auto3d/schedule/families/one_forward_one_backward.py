@@ -13,7 +13,7 @@ def one_forward_one_backward(
     """1F1B. It idles as long as GPipe, (D - 1)(F + B), but stage s holds the activations of at most D - s
     micro-batches.
 
-    Recomputation is inside B and so waits for the gradient: a device idles (D - 1)(F + R + B) (Merak, figure 4a).
+    Recomputation is inside B and so waits for the gradient: a device idles (D - 1)(F + R + B) (Merak 2022, figure 4a).
     """
     orders = alternating_orders(devices, micro_batches)
     recomputed = recomputing("1f1b", devices, recompute)

@@ -43,7 +43,7 @@ def _last_but_one(stage: int, micro_batches: int) -> Order:
 FAMILY = Family(
     name="shifted-critical-path",
     summary="early recomputation, none on the last stage, one forward brought ahead",
-    source="Lai et al. (Merak), TPDS 2023, section 6.1, figure 4c",
+    source="Lai et al. (Merak), TPDS 2023, section 5.1, figure 3c",
     ships_in=("Merak",),
     build=shifted_critical_path,
 )

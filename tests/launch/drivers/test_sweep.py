@@ -465,3 +465,9 @@ def test_a_sweep_of_too_many_plans_runs_the_best_predicted_and_keeps_to_them(fol
     fields = {name: ranked[-1][name] for name in Candidate.__dataclass_fields__}
     found = plans_of_sweep(recipe, model.graph, model, before=[Candidate(**fields)])
     assert list(found.candidates.values()) == [Candidate(**fields)], "a candidate that was chosen before stays"
+
+
+def test_a_space_without_plans_of_as_many_devices_is_refused_in_one_line(folder, auto3d):
+    said = auto3d("sweep", "own.yaml", "cluster.devices_per_node=8", "search.allow_idle_devices=false", code=2).err
+    assert said.splitlines()[-1].endswith("uses 2 of 8 devices, and allow_idle_devices is false")
+    assert "Traceback" not in said

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -177,3 +179,23 @@ def test_a_dry_run_prints_one_array_for_all_rows(folder, item, auto3d):
     printed = auto3d("paper", "two.yaml", "--run", "--dry-run").out
     assert printed.count("#SBATCH --array=0-3%") == 1
     assert not (folder / "runs").exists()
+
+
+def test_what_would_help_a_row_is_a_command_of_its_item(folder, item, auto3d):
+    """A row needs two machines: the message names commands on the item, since no recipe has the name of its runs."""
+    said = auto3d("paper", "two.yaml", "--run", "--only", "gpipe", "cluster.nodes=2", code=2).err
+    predict, measure = re.findall(r"`(auto3d [^`]*)`", said)
+    assert predict == "auto3d paper two.yaml cluster.nodes=2"
+    assert measure == "auto3d paper two.yaml cluster.nodes=2 launch.executor=slurm --run"
+    assert "paper-two" not in said.replace("runs/paper-two", "")
+    auto3d(*shlex.split(predict)[1:], "--only", "gpipe", "--only", "few")
+    said = auto3d(*shlex.split(measure)[1:], "--detach", "--only", "gpipe", "--only", "few", code=2).err
+    assert "SLURM" in said, "it is a command, which needs SLURM"
+
+
+def test_commands_on_a_row_are_those_of_its_item(folder, item):
+    maker = maker_of(item, "training.global_batch=12")
+    row = maker.store(predicted_parts(read_item(item), []).parts)
+    assert row.command("sweep", "--retry") == f"auto3d paper {item} training.global_batch=12 --run --retry"
+    assert row.command("plan", "training.global_batch=24") == f"auto3d paper {item} training.global_batch=24"
+    assert row.follow_up("resume") == "auto3d resume paper-two"
