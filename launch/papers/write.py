@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from auto3d.plan import AUTO3D
 from launch.papers.claims import Checked
 from launch.papers.experiments import MADE
 from launch.papers.figure import draw
@@ -20,7 +21,7 @@ HOW = {
     "simulated": "Simulated, not measured: by our cost model and simulator, on the figures of {cluster}.",
     "emulated": "Emulated: our runtime under each system's plan, with real processes, messages and gradient syncs; "
     "operations take the time that the cost model gives them.",
-    "measured": "Measured: real training, of each column by our runtime under that system's plan.",
+    "measured": "Measured: real training by our runtime under each column's plan.",
     "experiment": "",
 }
 HERE = (
@@ -157,7 +158,12 @@ def _markdown(name: str, item: Item, made: Sequence[MadePart], figures: Sequence
     for one in made:
         lines += [f"## {one.part.title}", ""]
         if words := " ".join(
-            [HOW[one.part.how].format(cluster=cluster), one.part.text.strip(), *_made_on(one.rows)]
+            [
+                HOW[one.part.how].format(cluster=cluster),
+                *_by_peers(one.part),
+                one.part.text.strip(),
+                *_made_on(one.rows),
+            ]
         ).strip():
             lines += [words, ""]
         if one.here:
@@ -202,6 +208,12 @@ def _grid(one: MadePart) -> str:
 
 def _cell(row: Row | None, quantity: str) -> str:
     return "–" if row is None or quantity not in row.values else _digits(row.values[quantity])
+
+
+def _by_peers(part: Part) -> list[str]:
+    """The columns of ``part`` that other systems make, in words."""
+    engines = {system: overrides.get("search.engine", [AUTO3D]) for system, overrides in part.systems.items()}
+    return [f"{system} is made by {', '.join(names)} itself." for system, names in engines.items() if names != [AUTO3D]]
 
 
 def _problems(rows: Sequence[Row]) -> list[str]:

@@ -254,3 +254,19 @@ def test_the_page_of_all_claims_counts_them_by_paper_and_by_how_they_were_made(t
     }
     holds = made[0].claims[2].holds
     assert cells["a test"] == cells["all"] == ["–", "–", "1 of 2", f"{int(holds)} of 1", "–", "0"]
+
+
+def test_columns_with_the_name_of_another_system_are_made_by_it() -> None:
+    """Where something runs, DeepSpeed is DeepSpeed; what our runtime does under a system's plan is called that."""
+    engines = {"DeepSpeed": "deepspeed", "FSDP": "fsdp", "torch": "torch-pipelining", "Megatron-LM": "none"}
+    real = set()
+    for part in (
+        part for name in names() for part in read_item(file_of(name)).parts if part.how in ("measured", "emulated")
+    ):
+        for system, overrides in part.systems.items():
+            for word, engine in engines.items():
+                if system.startswith(word):
+                    (only,) = overrides.get("search.engine", ["auto3d"])
+                    assert only.startswith(engine), f"{part.title}: {system} is made by {only}"
+                    real.add(only)
+    assert real == {"deepspeed-zero", "deepspeed-pipeline"}
