@@ -110,7 +110,9 @@ def test_a_loss_that_another_stage_uses(processes):
 
 PARTITIONED = [("llama-tied", "autopipe", 4), ("t5", "layer-assignment", 4), ("bert-pretraining", "rannc", 4)]
 EVERY_PARTITION = product(
-    ("t5", "bert-pretraining", "llama", "llama-tied"), ("autopipe", "layer-assignment", "rannc"), (2, 4)
+    ("t5", "bert-pretraining", "llama", "llama-tied"),
+    ("autopipe", "autopipe-planner", "layer-assignment", "rannc"),
+    (2, 4),
 )
 
 

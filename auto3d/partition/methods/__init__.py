@@ -46,6 +46,7 @@ METHODS: dict[str, PartitionMethod] = {  # the order is that of the search axis:
     "autopipe": PartitionMethod("autopipe", fits_memory=True),
     "rannc": PartitionMethod("rannc", chooses_stages=True),
     "weight-shares": PartitionMethod("weight_shares", searched=False),
+    "autopipe-planner": PartitionMethod("autopipe_planner", searched=False),
 }
 STAGE_METHODS = tuple(name for name, method in METHODS.items() if not method.chooses_stages)
 """Names of the methods that take the number of stages: the values of the search axis."""

@@ -1,7 +1,8 @@
 """Autopipe: contiguous stages balanced by time, forward and backward, within the memory of the devices.
 
-It has the aim of AutoPipe, the partition that Merak is compared with (Merak 2023, section 5), and reaches it exactly:
-no contiguous partition that fits has a faster slowest stage and, of those that are as fast, none sends less.
+It has the aim of AutoPipe, which Merak follows (Merak 2023, section 4.2), and reaches it exactly: no contiguous
+partition that fits has a faster slowest stage and, of those that are as fast, none sends less. AutoPipe's planner,
+which simulates the pipeline, is ``autopipe_planner``.
 """
 
 from functools import lru_cache
