@@ -65,6 +65,7 @@ PARTS = (
         tests=("launch/yardstick", "recipes/published", *SEARCH),
     ),
     Part(name="peers", command="make reference RECIPE=peers", minutes=10, tests=("launch/peers", *RUNTIME)),
+    _benchmark("autopipe", 3, *SEARCH),
     _benchmark("capture", 2, "auto3d/capture", "auto3d/tensor", "launch/model"),
     _benchmark("compiled", 3, *RUNTIME),
     _benchmark("emulated", 5, *RUNTIME, "auto3d/simulate"),
