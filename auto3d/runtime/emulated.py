@@ -124,7 +124,7 @@ class EmulatedBackend:
         options: dict[str, Any] = {
             "ranks_of": layout.peers,
             "device_of": layout.schedule.device_of,
-            "sample_dimensions": layout.sample_dimensions,
+            "sample_dimensions": self._sample_dimensions(layout),
             "device": self.device,
             "run_ahead": self.run_ahead,
             "timeout_s": self.timeout_s,
@@ -135,6 +135,11 @@ class EmulatedBackend:
         messages = self._costs(layout).messages
         seconds = [each.forward / layout.schedule.parts for each in messages]
         return GivenExchange(program, layout.transfers, seconds=seconds, **options)
+
+    def _sample_dimensions(self, layout: RankLayout) -> Mapping[str, int]:
+        if self.emulation.has_own_messages:
+            return {transfer.value.name: 0 for transfer in layout.transfers}
+        return layout.sample_dimensions
 
     def state(self, layout: RankLayout, memory: MemoryWatch) -> dict[str, torch.Tensor]:
         return {}
@@ -194,4 +199,5 @@ class EmulatedBackend:
         seconds = self.emulation.each("collective_s", len(layout.plan.stages))
         if seconds is None:
             return RealCollectives(group, clock=self.clock)
-        return GivenCollectives(group, [each / layout.schedule.parts for each in seconds], clock=self.clock)
+        parts = layout.schedule.parts * layout.replicas
+        return GivenCollectives(group, [each / parts for each in seconds], clock=self.clock)

@@ -38,7 +38,8 @@ class EmulatedExchange(Exchange):
 class GivenExchange(EmulatedExchange):
     """Messages of ``seconds``, by the first of their two stages, one after the other between two devices.
 
-    A message leaves at the end of its operation, once the one before it has arrived. It carries when it arrives.
+    A message leaves at the end of its operation, once the one before it has arrived. It carries when it arrives. The
+    pieces of one message between several replicas travel together.
     """
 
     def __init__(self, *args: Any, seconds: Sequence[float], **kwargs: Any) -> None:
@@ -51,7 +52,7 @@ class GivenExchange(EmulatedExchange):
             to = self._device_of[message.target, message.pipe]
             leaves = max(self._clock.free, self._free.get(to, 0.0))
             self._free[to] = leaves + self._seconds[min(message.source, message.target)]
-            tensors = [torch.tensor([self._free[to]], dtype=torch.float64)]
+            tensors = [torch.full_like(tensor, self._free[to]) for tensor in tensors]
         super().send(message, tensors)
 
     def receive(self, message: Message) -> dict[str, torch.Tensor]:
@@ -59,7 +60,7 @@ class GivenExchange(EmulatedExchange):
         if not self._is_local(message):
             (arrival,) = received.values()
             with self._run_ahead.waiting():
-                self._clock.until(float(arrival))
+                self._clock.until(float(arrival.max()))
         return received
 
 

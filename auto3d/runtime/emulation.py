@@ -4,13 +4,15 @@ The devices themselves are in emulated.py. This file imports no torch, for comma
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from math import lcm
 
 from auto3d.capture.graph import Graph, Value
 from auto3d.errors import InputError
 from auto3d.partition.cost import analytic
-from auto3d.partition.stage import Stage, Transfer, cut
+from auto3d.partition.stage import Stage, Transfer, cut, same_stages
 from auto3d.plan import Plan, StagePlan
 from auto3d.schedule.combinations import EMULATED, check_together, divisions_of
 from auto3d.schedule.operation import Schedule
@@ -26,7 +28,8 @@ class Emulation:
     None stands for the times of the analytic cost model and for the true sizes. Times are for one whole micro-batch. If
     a half of the backward is not set, it takes half of the backward's time; if only both halves are set, the backward
     takes their sum. If the recomputation is not set, it takes that fraction of the forward's time that is not kept.
-    Under tensor parallelism they are the times of one rank, without its collectives.
+    Under tensor parallelism they are the times of one rank, without its collectives. Each of r replicas of a stage takes
+    1/r of the stage's times, and all of them together send ``send_bytes``.
     """
 
     forward_s: PerStage = None
@@ -68,8 +71,27 @@ class Emulation:
         for field in fields(self):
             self.each(field.name, len(stages))
 
+    def costs_of_plan(self, plan: Plan, schedule: Schedule, graph_at: Callable[[int], Graph]) -> Costs:
+        """The times of ``plan`` in the simulator's form; ``graph_at`` gives the model at a number of samples.
+
+        Each stage has the times of the samples that one of its replicas runs.
+        """
+        samples = plan.micro_batch_size // schedule.sample_parts
+        graph = graph_at(samples)
+
+        def of(replicas: int) -> Costs:
+            own = graph if replicas == 1 else graph_at(samples // replicas)
+            stages = plan.stages if own is graph else same_stages(plan.stages, graph, own)
+            return self.costs(own, stages, schedule, dp=plan.dp)
+
+        by_replicas = {replicas: of(replicas) for replicas in dict.fromkeys(stage.replicas for stage in plan.stages)}
+        of_stage = [by_replicas[stage.replicas] for stage in plan.stages]
+        names = ("forward", "backward", "backward_input", "backward_weight", "recompute")
+        times = {name: tuple(getattr(each, name)[n] for n, each in enumerate(of_stage)) for name in names}
+        return replace(of_stage[0], **times)
+
     def costs(self, graph: Graph, stages: Sequence[StagePlan], schedule: Schedule, *, dp: int) -> Costs:
-        """The times in the simulator's form; ``graph`` is the model at the samples that one operation runs.
+        """The times in the simulator's form; ``graph`` is the model at the samples that one operation of a rank runs.
 
         All slices of a sequence run those samples, so the graph has the whole micro-batch of a schedule with slices.
 
@@ -82,11 +104,15 @@ class Emulation:
         nodes_of = [stage.nodes for stage in pieces]
         position_of = {node.name: position for position, node in enumerate(graph.nodes)}
 
+        def given(name: str) -> tuple[float, ...] | None:
+            times = self.each(name, count)
+            return times and tuple(time / stage.replicas for time, stage in zip(times, stages, strict=True))
+
         def modelled(times: Sequence[float]) -> tuple[float, ...]:
             return tuple(schedule.sample_parts * sum(times[position_of[name]] for name in nodes) for nodes in nodes_of)
 
-        forward = self.each("forward_s", count) or modelled(model.forward_s)
-        whole, inputs, weights = (self.each(f"backward{half}_s", count) for half in ("", "_input", "_weight"))
+        forward = given("forward_s") or modelled(model.forward_s)
+        whole, inputs, weights = (given(f"backward{half}_s") for half in ("", "_input", "_weight"))
         if whole is None and inputs is not None and weights is not None:
             whole = tuple(map(sum, zip(inputs, weights, strict=True)))
         whole = whole or modelled(model.backward_s)
@@ -102,51 +128,65 @@ class Emulation:
             backward=whole,
             backward_input=inputs or half,
             backward_weight=weights or half,
-            recompute=self.each("recompute_s", count) or recomputed,
+            recompute=given("recompute_s") or recomputed,
             sync=tuple(
                 seconds if ranks > 1 and alone else 0.0
                 for seconds, ranks, alone in zip(
                     self.each("sync_s", count) or (0.0,) * count,
-                    _holders_of(schedule, dp),
+                    _holders_of(schedule, stages, dp),
                     _train_alone(graph, pieces),
                     strict=True,
                 )
             ),
             update=(0.0,) * count,
             messages=tuple(
-                MessageCost(forward=seconds, backward=seconds)
-                for seconds in (self.each("send_s", count) or (0.0,) * count)[:-1]
+                MessageCost(forward=seconds / links, backward=seconds / links)
+                for seconds, links in zip(
+                    (self.each("send_s", count) or (0.0,) * count)[:-1],
+                    (min(one.replicas, other.replicas) for one, other in pairwise(stages)),
+                    strict=True,
+                )
             ),
             speed=(1.0,) * schedule.devices,
         )
 
-    def stages(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    @property
+    def has_own_messages(self) -> bool:
+        """Whether messages are of ``send_bytes`` or ``send_s``: vectors that any number of replicas can divide."""
+        return self.send_bytes is not None or self.send_s is not None
+
+    def stages(self, stages: Sequence[Stage], replicas: Sequence[int], own: int) -> tuple[Stage, ...]:
         """``stages`` as emulated devices run them: without inputs to load.
 
-        Their messages are of ``send_bytes`` if set, and of one float64, the time of their arrival, if ``send_s`` is.
+        ``replicas`` has the number of replicas of each stage; the stages of this rank have ``own``. The replicas of a
+        stage together send vectors of ``send_bytes`` if set, rounded up to equal pieces for the replicas of both stages.
+        If ``send_s`` is set, each piece is one float64, the time of its arrival.
         """
         sizes = self.each("send_bytes", len(stages))
 
         def sized(transfers: Sequence[Transfer]) -> tuple[Transfer, ...]:
-            if self.send_s is not None:
-                return tuple(replace(t, value=_flat(t.value, 1, "float64", 8)) for t in _one_between(transfers))
+            return tuple(replace(one, value=flat(one)) for one in _one_between(transfers))
+
+        def flat(one: Transfer) -> Value:
+            pieces = lcm(replicas[one.source], replicas[one.target])
             if sizes is None:
-                return tuple(transfers)
-            return tuple(
-                replace(t, value=_flat(t.value, int(sizes[t.source]), "uint8", 1)) for t in _one_between(transfers)
-            )
+                return _flat(one.value, max(1, pieces // own), "float64", 8)
+            return _flat(one.value, max(1, -(-int(sizes[one.source]) // pieces) * pieces // own), "uint8", 1)
+
+        if not self.has_own_messages:
+            return tuple(replace(stage, inputs=()) for stage in stages)
 
         return tuple(
             replace(stage, inputs=(), received=sized(stage.received), sent=sized(stage.sent)) for stage in stages
         )
 
 
-def _holders_of(schedule: Schedule, dp: int) -> list[int]:
-    """How many devices of ``dp`` pipelines hold each stage."""
+def _holders_of(schedule: Schedule, stages: Sequence[StagePlan], dp: int) -> list[int]:
+    """How many ranks of ``dp`` pipelines hold each stage, or one shard of it."""
     homes: list[set[int]] = [set() for _ in range(schedule.stages)]
     for (stage, _), device in schedule.device_of.items():
         homes[stage].add(device)
-    return [dp * len(devices) for devices in homes]
+    return [dp * len(devices) * stage.replicas for devices, stage in zip(homes, stages, strict=True)]
 
 
 def _train_alone(graph: Graph, stages: Sequence[Stage]) -> list[bool]:

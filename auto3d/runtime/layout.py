@@ -292,7 +292,8 @@ def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
     if model is not None and model.share.slices > 1:
         of_slices = stages_of_slices(model, common.plan.stages)
     if common.settings.emulation is not None:
-        stages, names = common.settings.emulation.stages(stages), set()
+        counts = [stage.replicas for stage in plan.stages]
+        stages, names = common.settings.emulation.stages(stages, counts, replicas), set()
     return RankLayout(
         captured=captured,
         plan=plan,

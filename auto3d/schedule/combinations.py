@@ -39,7 +39,6 @@ EXCLUDED: tuple[tuple[Feature, Feature, str], ...] = (
     (COMPILED, SLICES, "a slice keeps keys and values for later ones, which compiled code does not"),
     (COMPILED, SPLIT_BACKWARD, "compiled code has one backward"),
     (COMPILED, EMULATED, "emulated devices compute nothing"),
-    (EMULATED, REPLICAS, "emulated devices run one of each stage"),
     (EMULATED, SHARDS_OF_SLICES, "the times of emulated collectives are those of all tokens"),
 )
 """Pairs of features, with the reason."""

@@ -13,7 +13,7 @@ from auto3d.capture.graph import Graph
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.plan import AUTO3D, Plan
-from auto3d.schedule import samples_at_once, schedule_of
+from auto3d.schedule import schedule_of
 from auto3d.search.axes import AXES, CHOICES, TYPES, Candidate
 from auto3d.search.make import PlanMaker, shortage_of
 from auto3d.search.planned_model import PlannedModel
@@ -130,7 +130,7 @@ def predicted_timeline(recipe: LoadedRecipe, plan: Plan) -> tuple[Timeline | Non
     given = emulation(recipe.values)
     if given is not None:
         schedule = schedule_of(plan)
-        times = given.costs(model.graph(samples_at_once(plan)), plan.stages, schedule, dp=plan.dp)
+        times = given.costs_of_plan(plan, schedule, model.graph)
         return simulate(schedule, times), "emulation"
     costs = cost_model(recipe, captured_subject(recipe, model.graph, model))
     kinds = (recipe.values.cluster, *recipe.values.cluster.more)

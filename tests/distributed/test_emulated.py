@@ -8,6 +8,7 @@ from math import isnan
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from auto3d.capture.model import CapturedModel, capture
@@ -29,7 +30,9 @@ from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule, samples_at_once, schedule_of
 from auto3d.simulate.simulate import simulate
 from tests.distributed.parity import SGD, make_plan
+from tests.distributed.test_uneven import make_plan as uneven_plan
 from tests.models import MODELS, TEXT, captured
+from tests.processes import ProcessPool
 from tests.soak import soak
 
 TIMES = Emulation(
@@ -196,6 +199,85 @@ def test_messages_and_sums_of_given_times_are_those_of_the_simulator(
             assert len(ends) == last_pieces[-1], "one piece of work for each micro-batch of an operation"
             assert [ends[last - 1] for last in last_pieces] == pytest.approx([timeline.end[n] for n in operations])
     assert max(end for _, end in ranks) == pytest.approx(timeline.makespan)
+
+
+@pytest.fixture(scope="module")
+def six_processes():
+    with ProcessPool(6) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("send_s", [0.0005, 0.006])
+@pytest.mark.parametrize(
+    ("schedule", "replicas", "dp", "options"),
+    [
+        ("gpipe", [1, 3], 1, {"recompute": "full"}),
+        ("1f1b", [3, 2], 1, {}),
+        *soak(("1f1b", [1, 3, 2], 1, {}), ("1f1b", [2, 1], 2, {}), ("interleaved-1f1b", [2, 3], 1, {})),
+        *soak(("zb-h1", [2, 1, 2], 1, {})),
+    ],
+)
+def test_uneven_replicas_take_the_times_of_the_simulator(six_processes, schedule, replicas, dp, options, send_s):
+    """Each replica takes its share of the times of its stage, and all of them end when the simulator's device does."""
+    plan = uneven_plan("gpt2", replicas, dp=dp, micro_batches=4, schedule=schedule, options=options)
+    stages = range(len(plan.stages))
+    emulation = Emulation(
+        forward_s=tuple(0.006 * (1 + stage % 3) for stage in stages),
+        backward_s=0.018,
+        send_s=tuple(send_s * (1 + stage % 2) for stage in stages),
+        sync_s=tuple(0.007 * (1 + stage) for stage in stages),
+    )
+    of_plan = schedule_of(plan)
+    costs = emulation.costs_of_plan(plan, of_plan, lambda samples: captured("gpt2", samples).graph)
+    assert costs.backward == tuple(0.018 / stage.replicas for stage in plan.stages)
+    timeline = simulate(of_plan, costs)
+    ranks = six_processes.run(plan.ranks, run_virtually, plan, replace(SETTINGS, emulation=emulation))
+    for device, placed in enumerate(plan.placement):
+        assert len(placed) == dp * replicas[device]
+        wanted = [timeline.end[n] for n in timeline.numbers(device) if timeline.end[n] > timeline.start[n]]
+        for rank in placed:
+            ends, _ = ranks[rank]
+            # A recomputation inside a backward is a piece of work of its own.
+            assert set(map(rounded, wanted)) <= set(map(rounded, ends))
+            assert ends[-1] == pytest.approx(wanted[-1])
+    assert max(end for _, end in ranks) == pytest.approx(timeline.makespan)
+
+
+def rounded(seconds: float) -> float:
+    return round(seconds, 9)
+
+
+@pytest.mark.parametrize("replicas", [[1, 3], [3, 2]])
+def test_messages_between_uneven_replicas_have_their_true_sizes(six_processes, replicas):
+    """Each rank sends and receives the pieces of real training, or those of a given size."""
+    plan = uneven_plan("gpt2", replicas)
+    real = six_processes.run(plan.ranks, run_noting_messages, plan, replace(SETTINGS, emulation=None))
+    times = Emulation(forward_s=0.001, backward_s=0.002)
+    assert six_processes.run(plan.ranks, run_noting_messages, plan, replace(SETTINGS, emulation=times)) == real
+    given = replace(times, send_bytes=600)
+    of_given = six_processes.run(plan.ranks, run_noting_messages, plan, replace(SETTINGS, emulation=given))
+    assert [[peer for peer, _ in one] for one in of_given] == [[peer for peer, _ in one] for one in real]
+    assert sum(size for one in of_given for _, size in one) == 2 * 2 * 600, "2 micro-batches, there and back"
+
+
+def run_noting_messages(world, plan: Plan, settings: TrainingSettings) -> list[tuple[int, int]]:
+    """The pieces of messages that this rank sends in an iteration, in order: to which rank, and bytes."""
+    join(world, device=torch.device("cpu"), timeout_s=60)
+    noted: list[tuple[int, int]] = []
+    isend = dist.isend
+
+    def noting(tensor, peer, **options):
+        noted.append((peer, tensor.nbytes))
+        return isend(tensor, peer, **options)
+
+    try:
+        rank = build_rank(captured("gpt2", samples_at_once(plan)), plan, settings, MODELS["gpt2"][1], world)
+        dist.isend = noting
+        list(rank.executor.run(rank.programs[0], 0))
+        return noted
+    finally:
+        dist.isend = isend
+        leave()
 
 
 def run_after_pauses(world, plan: Plan, settings: TrainingSettings) -> list[float]:

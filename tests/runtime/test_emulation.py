@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from auto3d.cluster import place_ranks
 from auto3d.cost.sub_pipelined import sub_pipelined_s
 from auto3d.cost.work import TensorExchange
 from auto3d.data import Batches
@@ -16,7 +17,7 @@ from auto3d.errors import InputError
 from auto3d.partition.cost import analytic
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
-from auto3d.plan import stages_between
+from auto3d.plan import Plan, stages_between
 from auto3d.runtime.device_clock import DeviceClock
 from auto3d.runtime.emulated import EmulatedStage
 from auto3d.runtime.emulated_collectives import GivenCollectives
@@ -79,6 +80,32 @@ def test_what_a_stage_keeps_is_a_fraction_of_its_time():
         assert Emulation(forward_s=2.0).costs(graph, stages, schedule, dp=1).recompute == pytest.approx((2 * dropped,))
 
 
+def test_a_replica_has_the_model_s_time_of_its_slice_or_its_part_of_a_given_one():
+    graphs = {samples: captured("gpt2", samples).graph for samples in (1, 2, 4)}
+    stages = uniform(graphs[4], 2)
+    schedule = build_schedule("1f1b", devices=2, micro_batches=4)
+    plan = Plan(
+        graph=graphs[4].fingerprint,
+        dp=1,
+        tp=1,
+        pp=2,
+        global_batch=16,
+        micro_batch_size=4,
+        schedule="1f1b",
+        schedule_options={},
+        stages=(replace(stages[0], replicas=4), replace(stages[1], replicas=2)),
+        placement=place_ranks(dp=1, pp=2, replicas=[4, 2]),
+        seed=1,
+    )
+    found = Emulation(backward_s=(8.0, 6.0), send_s=5.0, sync_s=1.0).costs_of_plan(plan, schedule, graphs.__getitem__)
+    assert (found.backward, found.backward_input) == ((2.0, 3.0), (1.0, 1.5))
+    assert [each.forward for each in found.messages] == [2.5], "two pieces travel at the same time"
+    assert found.sync == (1.0, 1.0), "replicas hold the same weights"
+    alone = [Emulation().costs(graphs[n], uniform(graphs[n], 2), schedule, dp=1).forward for n in (1, 2)]
+    assert found.forward == pytest.approx((alone[0][0], alone[1][1]))
+    assert alone[0][0] > alone[1][0] / 2, "weights are read whatever the samples"
+
+
 def test_a_list_of_wrong_length_is_refused():
     for name in ("forward_s", "send_bytes", "sync_bytes"):
         with pytest.raises(InputError, match=f"{name} has 3 values, and the plan 2 stages; it takes a number, or one"):
@@ -123,7 +150,7 @@ def test_messages_have_their_true_sizes(model):
     model_captured = captured(model, 2)
     schedule = build_schedule("1f1b", devices=3, micro_batches=1)
     real_stages = cut(model_captured.graph, uniform(model_captured.graph, 3))
-    emulated_stages = Emulation().stages(real_stages)
+    emulated_stages = Emulation().stages(real_stages, [1] * 3, 1)
     plan_stages = uniform(model_captured.graph, 3)
     costs = Emulation(forward_s=0.0, backward_s=0.0).costs(model_captured.graph, plan_stages, schedule, dp=1)
     tensors = {**model_captured.exported.constants, **dict(module.named_buffers()), **dict(module.named_parameters())}
@@ -158,11 +185,11 @@ def test_the_recipe_can_set_the_size_of_messages():
     stages = cut(captured("t5", 2).graph, uniform(captured("t5", 2).graph, 5))
     mask = replace(stages[2].received[0], value=replace(stages[2].received[0].value, name="mask", differentiable=False))
     stages = (*stages[:2], replace(stages[2], received=(mask, *stages[2].received)), *stages[3:])
-    sized = Emulation(send_bytes=(10, 20, 30, 40, 50)).stages(stages)
+    sized = Emulation(send_bytes=(10, 20, 30, 40, 50)).stages(stages, [1] * 5, 1)
     before = [(t.source, t.target) for stage in stages for t in stage.received]
     after = [(t.source, t.target) for stage in sized for t in stage.received]
     assert len(before) > len(after) == len(set(before)) == len(set(after))
-    timed = Emulation(send_s=0.1).stages(stages)
+    timed = Emulation(send_s=0.1).stages(stages, [1] * 5, 1)
     for stage, with_time in zip(sized, timed, strict=True):
         for transfer in (*stage.received, *stage.sent):
             assert transfer.value.bytes == 10 * (1 + transfer.source)
@@ -222,7 +249,7 @@ def seconds_of(compute: list[float], collective: float, *, halves: int, late: fl
         for number, seconds in enumerate(compute)
         for half in range(halves)
     ]
-    (stage,) = Emulation().stages(cut(captured("gpt2", 2).graph, uniform(captured("gpt2", 2).graph, 1)))
+    (stage,) = Emulation().stages(cut(captured("gpt2", 2).graph, uniform(captured("gpt2", 2).graph, 1)), [1], 1)
     group = WithALateRank()
     collectives = GivenCollectives(group, [collective], clock=clock)
     group.late = late

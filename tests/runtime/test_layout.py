@@ -66,8 +66,10 @@ def test_emulated_devices_hold_no_state_and_load_no_inputs():
         assert each.state_names == ()
         assert not any(stage.inputs for stage in each.stages.values())
         assert [transfer.value.bytes for transfer in each.transfers] == [100]
-    with pytest.raises(PlanError, match="emulated devices and replicas of single stages do not go together"):
-        layouts(make_plan("gpt2", [2, 1]), settings)
+    uneven = [
+        [transfer.value.bytes for transfer in each.transfers] for each in layouts(make_plan("gpt2", [3, 2]), settings)
+    ]
+    assert uneven == [[34]] * 3 + [[51]] * 2, "100 bytes are rounded up to 6 equal pieces"
 
 
 def test_a_plan_for_another_model_is_refused():
