@@ -29,6 +29,7 @@ from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.updates import accumulation_s, syncs_s, update_s
 from auto3d.cost.work import Work, WorkAt
 from auto3d.mesh import Mesh
+from auto3d.partition.request import StageSeconds
 from auto3d.plan import SUB_PIPELINED, Plan, PlanError, StagePlan
 from auto3d.schedule.shape import shape_of, shares_of
 from auto3d.share import Share, share_of
@@ -79,7 +80,7 @@ class CostModel:
     ``method`` is a key of ``METHODS``: how the time of an iteration follows from the costs of its operations.
     ``measured_in`` names the profile behind ``times_at``; it is empty where times come from the figures of the cluster.
     ``times_of_work`` gives the same profile's times of a work that ``work_at`` does not know, such as that of an
-    interpolated Graph.
+    interpolated Graph. ``stage_seconds`` has the times of RaNNC's candidate stages that it ran whole.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class CostModel:
         *,
         times_at: TimesOf | None = None,
         times_of_work: TimesOfWork | None = None,
+        stage_seconds: StageSeconds | None = None,
         method: str = "simulated",
         measured_in: str = "",
     ) -> None:
@@ -98,6 +100,7 @@ class CostModel:
         self.method, self.measured_in = method, measured_in
         self._work_at, self._times_at = work_at, times_at
         self._times_of_work = times_of_work
+        self.stage_seconds = stage_seconds
         self._work = ModelWork(work_at, training)
         self.plan_memory = PlanMemory(self._work, training)
         self._stage_times = StageTimes(self._work, times_at)
@@ -122,6 +125,7 @@ class CostModel:
             self._work_at,
             times_at=self._times_at,
             times_of_work=self._times_of_work,
+            stage_seconds=self.stage_seconds,
             method=method,
             measured_in=self.measured_in,
         )

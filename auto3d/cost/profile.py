@@ -74,6 +74,20 @@ class ModelTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CandidateTimes:
+    """Candidate stages of RaNNC at one micro-batch size, each distinct one run whole.
+
+    The tuples have one entry for each distinct stage: median times in the fastest of several rounds.
+    """
+
+    micro_batch_size: int
+    kinds: dict[str, int]  # name of a candidate (auto3d.partition.methods.rannc.candidates) -> number of its equal
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    repetitions: tuple[int, ...]  # runs in all rounds together
+
+
+@dataclass(frozen=True, kw_only=True)
 class MessageTimes:
     """Point-to-point messages between two ranks of a node. One message takes half of a measured round trip."""
 
@@ -117,6 +131,7 @@ class Profile:
     messages: MessageTimes | None  # None where a node has one device
     collectives: NodeCollectives | None  # None where a node has one device
     update_s: float  # seconds per parameter of the optimizer's update, the gradient norm and the zeroing of gradients
+    candidates: tuple[CandidateTimes, ...] = ()  # one entry per micro-batch size, if RaNNC's candidate stages were run
     schema: int = SCHEMA
 
     def to_json(self) -> str:
@@ -211,13 +226,18 @@ class Profile:
                     f"profile: the model has {len(size.kinds)} subgraphs at micro-batch size {size.micro_batch_size}, "
                     f"but {subgraphs} at {samples}; add {samples} to search.micro_batch_size and measure again"
                 )
-        known = [size.micro_batch_size for size in sizes]
-        if len(sizes) == 1:
-            return sizes[0].seconds * samples / known[0]
-        upper = min(max(1, int(np.searchsorted(known, samples))), len(sizes) - 1)
-        along = (samples - known[upper - 1]) / (known[upper] - known[upper - 1])
-        low, high = sizes[upper - 1].seconds, sizes[upper].seconds
-        return np.maximum(0.0, low + along * (high - low))
+        return _along({size.micro_batch_size: size.seconds for size in sizes}, samples)
+
+    def stage_seconds(self, name: str, samples: int) -> tuple[float, float] | None:
+        """Seconds of the forward and the backward of a candidate stage, linear in samples; None if it was not run."""
+        known = {}
+        for size in sorted(self.candidates, key=lambda size: size.micro_batch_size):
+            if (kind := size.kinds.get(name)) is not None:
+                known[size.micro_batch_size] = np.array([size.forward_s[kind], size.backward_s[kind]])
+        if not known:
+            return None
+        forward_s, backward_s = map(float, _along(known, samples))
+        return forward_s, backward_s
 
     def _nearest(self, share: Share) -> Share:
         """The measured share from whose times those of ``share`` follow."""
@@ -225,6 +245,17 @@ class Profile:
 
     def _sizes(self, share: Share) -> list[ModelTimes]:
         return [size for size in self.sizes if size.share == share]
+
+
+def _along(known: dict[int, np.ndarray], samples: int) -> np.ndarray:
+    """The times at ``samples``, from those at some micro-batch sizes, in order: linear between and beyond them."""
+    sizes = list(known)
+    if len(sizes) == 1:
+        return known[sizes[0]] * samples / sizes[0]
+    upper = min(max(1, int(np.searchsorted(sizes, samples))), len(sizes) - 1)
+    along = (samples - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1])
+    low, high = known[sizes[upper - 1]], known[sizes[upper]]
+    return np.maximum(0.0, low + along * (high - low))
 
 
 def _shared_out(seconds: np.ndarray, cuts: Sequence[int], base: Times, wanted: Times) -> Times:

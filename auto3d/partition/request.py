@@ -9,6 +9,9 @@ from auto3d.plan import StagePlan
 
 BLOCKS = 32  # the number of RaNNC's blocks in its paper's experiments (section IV-A)
 
+StageSeconds = Callable[[str, int], tuple[float, float] | None]
+"""(name of a candidate stage, samples) -> seconds of its forward and its backward; None if it was not measured."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRequest:
@@ -25,6 +28,7 @@ class PartitionRequest:
     nodes: int
     devices_per_node: int
     any_depth: bool = False  # RaNNC: compare all numbers of stages, not only the fewest that fit
+    stage_seconds: StageSeconds | None = None  # RaNNC: times of candidate stages, where some were run whole
     equal_slices: bool = False  # replicas must get equally many samples, as a Plan requires
     blocks: int = BLOCKS  # RaNNC: k, the number of blocks of which it makes stages
     smallest_micro_batch: int = 1  # RaNNC: fewest samples of a micro-batch; batch statistics may need 2
@@ -48,3 +52,5 @@ class Partition:
     micro_batches: int | None = None  # micro-batches of each pipeline, if the method chooses them
     schedule: str = "1f1b"  # the schedule that the method assumes
     schedule_options: dict[str, int | str] = field(default_factory=dict)
+    candidates: int = 0  # candidate stages that the method compared, where it counts them
+    measured_candidates: int = 0  # those of them whose times were measured; the others added up their operations

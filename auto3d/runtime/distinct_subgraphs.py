@@ -1,7 +1,7 @@
 """The distinct subgraphs of a model: equal ones, such as the layers of a transformer, are profiled once."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,15 @@ def distinct_subgraphs(
     plan = stages_between(bounds)
     if derived is not None:
         captured, plan = derived.program, derived.stages(plan)
-    stages = cut(captured.graph, plan)
+    return _distinct(captured, cut(captured.graph, plan), derived)
+
+
+def distinct_stages(captured: CapturedModel, stages: Iterable[Stage]) -> ModelSubgraphs:
+    """``stages`` of the whole model, which may overlap, with equal ones merged as by ``distinct_subgraphs``."""
+    return _distinct(captured, stages, None)
+
+
+def _distinct(captured: CapturedModel, stages: Iterable[Stage], derived: Derived | None) -> ModelSubgraphs:
     numbers: dict[tuple, int] = {}
     distinct: list[Stage] = []
     kinds: list[int] = []

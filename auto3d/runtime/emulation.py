@@ -28,8 +28,8 @@ class Emulation:
     None stands for the times of the analytic cost model and for the true sizes. Times are for one whole micro-batch. If
     a half of the backward is not set, it takes half of the backward's time; if only both halves are set, the backward
     takes their sum. If the recomputation is not set, it takes that fraction of the forward's time that is not kept.
-    Under tensor parallelism they are the times of one rank, without its collectives. Each of r replicas of a stage takes
-    1/r of the stage's times, and all of them together send ``send_bytes``.
+    Under tensor parallelism they are the times of one rank, without its collectives. Each of r replicas of a stage
+    takes 1/r of the stage's times, and all of them together send ``send_bytes``.
     """
 
     forward_s: PerStage = None
@@ -159,8 +159,8 @@ class Emulation:
         """``stages`` as emulated devices run them: without inputs to load.
 
         ``replicas`` has the number of replicas of each stage; the stages of this rank have ``own``. The replicas of a
-        stage together send vectors of ``send_bytes`` if set, rounded up to equal pieces for the replicas of both stages.
-        If ``send_s`` is set, each piece is one float64, the time of its arrival.
+        stage together send vectors of ``send_bytes``, if set, rounded up to equal pieces for the replicas of both
+        stages. If ``send_s`` is set, each piece is one float64, the time of its arrival.
         """
         sizes = self.each("send_bytes", len(stages))
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from auto3d.capture.shard import Shard
 from auto3d.cluster import NodeCollectives
-from auto3d.cost.profile import MessageTimes, ModelTimes
+from auto3d.cost.profile import CandidateTimes, MessageTimes, ModelTimes
 from auto3d.cost.work import exchanges_of
 from auto3d.data import Batches, DataSettings
 from auto3d.derived.local_graph import local_graphs
@@ -28,11 +28,20 @@ from auto3d.runtime.optimizer import build_optimizers
 from auto3d.runtime.parameter_groups import update_rules
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import TrainingSettings
-from auto3d.runtime.subgraph_timing import MIN_REPETITIONS, Seconds, SubgraphRun, subgraph_times, time_subgraph
+from auto3d.runtime.subgraph_timing import (
+    MIN_REPETITIONS,
+    Seconds,
+    SubgraphRun,
+    fastest_round,
+    subgraph_times,
+    time_passes,
+    time_subgraph,
+)
 from auto3d.runtime.world import World, join
 from auto3d.tensor.conversions import Collective
 
 ROUNDS = 5  # rounds of measurements; the fastest counts, because other programs on the machine only add time
+STAGE_ROUNDS = 2  # rounds of measurements of whole stages, which are many and take longer
 LOAD_S = 0.4  # seconds in each round during which ranks compute at the same time
 
 
@@ -81,6 +90,36 @@ def measure(
         collectives=profiler.collectives() if world.size > 1 else None,
         update_s=profiler.update_s(),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedStages:
+    """Candidate stages of a model at one micro-batch size, with equal ones merged."""
+
+    names: tuple[str, ...]
+    model: ModelSubgraphs  # its kinds are those of ``names``
+
+
+def measure_stages(
+    sizes: Sequence[NamedStages],
+    settings: TrainingSettings,
+    data: DataSettings,
+    world: World,
+    *,
+    seed: int,
+    report: Report = lambda part: None,
+) -> tuple[CandidateTimes, ...]:
+    """Times of whole stages, one entry for each of ``sizes``, on a single rank; otherwise as ``measure``.
+
+    ``report`` is called STAGE_ROUNDS times for each distinct stage.
+    """
+    torch.set_num_threads(settings.threads_per_rank)
+    device = world.device(settings.device)
+    set_arithmetic(device, tf32=settings.tf32, deterministic=settings.deterministic)
+    join(world, device=device, timeout_s=settings.timeout_s)
+    models, ranks = [each.model for each in sizes], ProfiledRanks(world, device, settings.timeout_s)
+    profiler = _Profiler(models, settings, data, ranks, seed, report)
+    return tuple(profiler.candidate_times(each) for each in sizes)
 
 
 _Key = tuple[str, Shard | None]  # name of a parameter or buffer, and the shard of it; None: all of it
@@ -150,6 +189,23 @@ class _Profiler:
             subgraphs=tuple(subgraph_times(run, times) for run, times in zip(whole, rounds, strict=True)),
             tp=model.share.tp,
             sequence_parallel=model.share.sequence_parallel,
+        )
+
+    def candidate_times(self, stages: NamedStages) -> CandidateTimes:
+        """Times of the distinct stages of ``stages``."""
+        runs, samples = self._runs(stages.model), stages.model.captured.graph.micro_batch_size
+        rounds: list[list[list[tuple[float, float]]]] = [[] for _ in runs]
+        for _ in range(STAGE_ROUNDS):
+            for times, run in zip(rounds, runs, strict=True):
+                times.append(time_passes(run, self._ranks.clock))
+                self._report(f"stage, micro-batch of {samples}: from {run.name}")
+        seconds = [fastest_round(times) for times in rounds]
+        return CandidateTimes(
+            micro_batch_size=samples,
+            kinds=dict(zip(stages.names, stages.model.kinds, strict=True)),
+            forward_s=tuple(forward for forward, _ in seconds),
+            backward_s=tuple(backward for _, backward in seconds),
+            repetitions=tuple(sum(map(len, times)) for times in rounds),
         )
 
     def slowdown(self) -> tuple[float, ...]:

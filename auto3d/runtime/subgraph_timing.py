@@ -44,22 +44,31 @@ def time_subgraph(whole: TimedSubgraph, split: TimedSubgraph, clock: Clock) -> l
     On a GPU many repetitions are queued, with events between their parts, and then waited for together. All run on one
     stream, so each reuses the memory that the one before it freed.
     """
-    _marked(whole, split, clock)
+    parts = (whole.forward,), (whole.backward,), (split.forward, split.backward_input), (split.backward_weight,)
+    return [(forward, backward, weight) for forward, backward, _, weight in _times(parts, clock)]
+
+
+def time_passes(whole: TimedSubgraph, clock: Clock) -> list[tuple[float, float]]:
+    """As ``time_subgraph``, without a split backward: seconds of each repetition's forward and backward."""
+    return [(forward, backward) for forward, backward in _times(((whole.forward,), (whole.backward,)), clock)]
+
+
+def _times(parts: Sequence[Sequence[Callable[[], None]]], clock: Clock) -> list[list[float]]:
+    """The seconds of each of ``parts``, one after the other, in each repetition."""
+    _marked(parts, clock)
     deadline = perf_counter() + ROUND_S
-    times: list[Seconds] = []
+    times: list[list[float]] = []
     while len(times) < MIN_REPETITIONS or perf_counter() <= deadline:
-        repetitions = [_marked(whole, split, clock) for _ in range(clock.queued)]
+        repetitions = [_marked(parts, clock) for _ in range(clock.queued)]
         clock.settle()
-        for marks in repetitions:
-            forward, backward, _, weight = (clock.seconds(begin, end) for begin, end in pairwise(marks))
-            times.append((forward, backward, weight))
+        times += [[clock.seconds(begin, end) for begin, end in pairwise(marks)] for marks in repetitions]
     return times
 
 
-def _marked(whole: TimedSubgraph, split: TimedSubgraph, clock: Clock) -> list[Mark]:
-    """Marks before, between and after a forward, a backward, a split forward with its input half, and a weight half."""
+def _marked(parts: Sequence[Sequence[Callable[[], None]]], clock: Clock) -> list[Mark]:
+    """Marks before, between and after ``parts``."""
     marks = [clock.mark()]
-    for calls in ((whole.forward,), (whole.backward,), (split.forward, split.backward_input), (split.backward_weight,)):
+    for calls in parts:
         for call in calls:
             call()
         marks.append(clock.mark())
@@ -177,6 +186,13 @@ def subgraph_times(run: SubgraphRun, rounds: Sequence[Sequence[Seconds]]) -> Sub
         saved_bytes=run.saved_bytes(),
         repetitions=sum(map(len, rounds)),
     )
+
+
+def fastest_round(rounds: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float]:
+    """Seconds of forward and backward, as in ``subgraph_times``; 0 if there are no rounds."""
+    medians = [[median(each) for each in zip(*times, strict=True)] for times in rounds]
+    forward, backward = map(min, zip(*medians, strict=True)) if medians else (0.0, 0.0)
+    return forward, backward
 
 
 def _made_up(value: Value, device: torch.device) -> torch.Tensor:

@@ -9,6 +9,7 @@ from tabulate import tabulate
 from auto3d.partition.draw_svg import draw_svg
 from auto3d.search.partitioned import plan_of
 from launch.console.output import print_json, write_text
+from launch.model.profile import how_to_measure
 from launch.model.stages import PartitionedModel, PartitionFigures, partition_model
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.words import counted
@@ -31,6 +32,8 @@ def print_partition(
         print_json(asdict(partitioned.figures))
         return
     print(_table(partitioned.figures))
+    if partitioned.figures.candidates:
+        print(_candidates(recipe, partitioned.figures))
     if cannot := _why_not_run(partitioned.figures):
         print(cannot)
     if svg:
@@ -70,6 +73,15 @@ def _table(figures: PartitionFigures) -> str:
         f"of {counted(figures.micro_batch_size, 'sample')}; time is predicted, forward and backward, on the slowest "
         f"kind of device{_measured(figures)}"
     )
+
+
+def _candidates(recipe: LoadedRecipe, figures: PartitionFigures) -> str:
+    """How many of RaNNC's candidate stages were measured."""
+    measured = figures.measured_candidates
+    added_up = figures.candidates - measured
+    command = how_to_measure(recipe, "") if added_up else ""
+    how = f"; {command} --stages runs them" if command else ""
+    return f"candidate stages: {measured} measured, {added_up} added up from the times of their operations{how}"
 
 
 def _why_not_run(figures: PartitionFigures) -> str:

@@ -1,6 +1,6 @@
 """`auto3d profile`: writes the profile of this machine, and shows it as a table and a plot."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +17,14 @@ from launch.recipe.words import counted
 from launch.store.files import private_folder, write_whole
 
 
-def print_profile(recipe: LoadedRecipe, console: Console, *, as_json: bool) -> None:
-    """Measure this machine, write profiles/<cluster>.json and .svg, and print the figures."""
+def print_profile(recipe: LoadedRecipe, console: Console, *, stages: bool, as_json: bool) -> None:
+    """Measure this machine, write profiles/<cluster>.json and .svg, and print the figures.
+
+    With ``stages``, RaNNC's candidate stages are measured too.
+    """
     profile = measure_with_progress(recipe, console)
+    if stages:
+        profile = _with_stages(recipe, profile, console)
     file, picture = write_profile(profile, profile_file(recipe))
     for older in (tuned_file(recipe), tuned_file(recipe).with_suffix(".svg")):
         older.unlink(missing_ok=True)
@@ -37,6 +42,20 @@ def measure_with_progress(recipe: LoadedRecipe, console: Console) -> Profile:
         recipe,
         capturing=lambda size: at_work(console, f"capturing the model for micro-batches of {counted(size, 'sample')}"),
         measuring=partial(profile_progress, console),
+    )
+
+
+def _with_stages(recipe: LoadedRecipe, profile: Profile, console: Console) -> Profile:
+    from launch.model.measure_stages import measure_candidates  # it imports torch, which tune does without
+
+    return replace(
+        profile,
+        candidates=measure_candidates(
+            recipe,
+            profile,
+            capturing=lambda size: at_work(console, f"cutting stages of micro-batches of {counted(size, 'sample')}"),
+            measuring=partial(profile_progress, console),
+        ),
     )
 
 
@@ -81,6 +100,10 @@ def _table(profile: Profile) -> str:
             rate = _rate(_bus_bandwidth(ranks, size, longest, passes))
             figures.append((f"{name} of {ranks}", rate, f"bus bandwidth at {size / 2**20:.0f} MiB"))
     figures.append(("update", f"{1e9 * profile.update_s:.2f} ns", "per parameter, with gradient norm and zeroing"))
+    if profile.candidates:
+        each, distinct = len(profile.candidates[0].kinds), sum(len(size.forward_s) for size in profile.candidates)
+        sizes = ", ".join(str(size.micro_batch_size) for size in profile.candidates)
+        figures.append(("candidate stages", str(each), f"of RaNNC, at micro-batch sizes {sizes}; {distinct} distinct"))
     repetitions = [one.repetitions for size in profile.sizes for one in size.subgraphs]
     ranks, threads = profile.setting.devices_per_node, profile.setting.threads
     how = (

@@ -179,18 +179,19 @@ def cost_model(recipe: LoadedRecipe, subject: PlannedModel) -> CostModel:
         """The fingerprint of the Graph at so many samples, also if the subject has only interpolated that Graph."""
         return subject.fingerprint(samples) or PlanningModel(recipe).graph(samples).fingerprint
 
-    measured_in, times_of_work = "", None
+    measured_in, times_of_work, stage_seconds = "", None, None
     if (found := find_profile(recipe, fingerprint)) is not None:
         file, profile = found
         measured_in = str(file)
         machine, times = profile.measured(machine), profile.times_at(subject.work, subject.cuts)
-        times_of_work = profile.times_of_work
+        times_of_work, stage_seconds = profile.times_of_work, profile.stage_seconds
     return CostModel(
         with_measured_update(machine, recipe),
         _training(recipe, subject),
         subject.work,
         times_at=times,
         times_of_work=times_of_work,
+        stage_seconds=stage_seconds,
         method=recipe.values.prediction.method,
         measured_in=measured_in,
     )

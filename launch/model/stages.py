@@ -1,7 +1,7 @@
 """A recipe's model cut into stages by a method, and the figures of each stage."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
@@ -68,6 +68,8 @@ class PartitionFigures:
     stages: list[StageFigures]
     balance: float  # balance of FLOPs
     time_balance: float
+    candidates: int  # candidate stages that the method compared, if it is RaNNC
+    measured_candidates: int  # those of them that were run whole
 
 
 @dataclass(frozen=True)
@@ -106,26 +108,10 @@ def partition_model(
         machine = with_memory(machine, memory_gib * 2**30)
     size = micro_batch_size or default_micro_batch_size(recipe)
     sharding = model.sharding(graph_at(size), subgraphs)
-    first = max(LEAST_CAPTURED, size)  # the Graphs that RaNNC interpolates have the operations of this one
-    request = PartitionRequest(
-        graph_at=graph_at,
-        costs_of=costs_on(
-            machine,
-            recipe,
-            stages=stages,
-            profile=profile,
-            bounds_of=lambda graph: model.sharding(graph if graph.fingerprint else graph_at(first)).bounds,
-        ),
-        cuts=sharding.bounds,
-        stages=stages,
-        micro_batch_size=size,
-        global_batch=recipe.values.training.global_batch,
-        nodes=len(machine.nodes),
-        devices_per_node=machine.devices_per_node,
-        equal_slices=equal_slices,
-        blocks=recipe.values.search.rannc_blocks,
-        smallest_micro_batch=recipe.values.search.rannc_smallest_micro_batch,
+    request = request_on(
+        machine, recipe, model, graph_at, profile, cuts=sharding.bounds, stages=stages, micro_batch_size=size
     )
+    request = replace(request, equal_slices=equal_slices)
     result = partition(method, request)
     each = _stage_figures(request.graph, sharding, request.costs, result)
     figures = PartitionFigures(
@@ -141,8 +127,47 @@ def partition_model(
         stages=each,
         balance=_balance([stage.flops / stage.replicas for stage in each]),
         time_balance=_balance([(stage.forward_s + stage.backward_s) / stage.replicas for stage in each]),
+        candidates=result.candidates,
+        measured_candidates=result.measured_candidates,
     )
     return PartitionedModel(request, result, sharding, figures)
+
+
+def request_on(
+    machine: Cluster,
+    recipe: LoadedRecipe,
+    model: PlanningModel,
+    graph_at: Callable[[int], Graph],
+    profile: Profile | None,
+    *,
+    cuts: Sequence[int],
+    stages: int | None,
+    micro_batch_size: int,
+) -> PartitionRequest:
+    """What a partition method is asked for ``recipe`` on ``machine``, with the measured times of ``profile``.
+
+    ``graph_at`` gives the Graphs of ``model``.
+    """
+    first = max(LEAST_CAPTURED, micro_batch_size)  # the Graphs that RaNNC interpolates have the operations of this one
+    return PartitionRequest(
+        graph_at=graph_at,
+        costs_of=costs_on(
+            machine,
+            recipe,
+            stages=stages,
+            profile=profile,
+            bounds_of=lambda graph: model.sharding(graph if graph.fingerprint else graph_at(first)).bounds,
+        ),
+        cuts=cuts,
+        stages=stages,
+        micro_batch_size=micro_batch_size,
+        global_batch=recipe.values.training.global_batch,
+        nodes=len(machine.nodes),
+        devices_per_node=machine.devices_per_node,
+        stage_seconds=None if profile is None else profile.stage_seconds,
+        blocks=recipe.values.search.rannc_blocks,
+        smallest_micro_batch=recipe.values.search.rannc_smallest_micro_batch,
+    )
 
 
 def costs_on(

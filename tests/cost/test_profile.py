@@ -2,27 +2,34 @@
 
 from dataclasses import replace
 from itertools import combinations, pairwise
+from json import dumps
+from json import loads as from_json
 
 import numpy as np
 import pytest
 
 from auto3d.cluster import Accelerator, Cluster, CollectiveTimes, Node, NodeCollectives, place_ranks
 from auto3d.cost.model import CostModel
-from auto3d.cost.profile import MessageTimes, ModelTimes, Profile, ProfileError, Setting, SubgraphTimes
+from auto3d.cost.profile import CandidateTimes, MessageTimes, ModelTimes, Profile, ProfileError, Setting, SubgraphTimes
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import exchanges_of, work_of, work_of_local
 from auto3d.derived.local_graph import local_graphs
 from auto3d.derived.shards import tensor_parallel
+from auto3d.partition.cost import analytic
 from auto3d.partition.merak import shard
+from auto3d.partition.methods.rannc.blocks import form_blocks
+from auto3d.partition.methods.rannc.candidates import candidate_stages
+from auto3d.partition.methods.rannc.operation_profile import OperationProfiles
 from auto3d.plan import Plan, stages_between
 from auto3d.runtime import link_timing, profiler, subgraph_timing
-from auto3d.runtime.distinct_subgraphs import distinct_subgraphs
+from auto3d.runtime.distinct_subgraphs import distinct_stages, distinct_subgraphs
 from auto3d.runtime.measurement import Status
-from auto3d.runtime.profiler import MachineTimes, measure
+from auto3d.runtime.profiler import MachineTimes, NamedStages, measure, measure_stages
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.share import WHOLE, Share
 from launch.run.ranks import run_ranks
 from tests.models import MODELS, captured
+from tests.partition.test_rannc_blocks import units_of
 from tests.soak import soak
 
 ADAMW = OptimizerSettings(
@@ -114,6 +121,32 @@ def test_a_real_profile_of_a_tensor_parallel_rank(sequence_parallel, short):
         assert exchange.size in getattr(found.collectives, exchange.collective.name.lower()).sizes
 
 
+def test_whole_stages_are_run_once_if_they_are_distinct(short):
+    """Every run of six blocks is named; runs with equal operators, which GPT-2's layers have, are measured once."""
+    model = captured("gpt2", 4)
+    costs = analytic(model.graph)
+    known = OperationProfiles(lambda size: model.graph, lambda size: costs, smallest=4, largest=4)
+    blocks = form_blocks(units_of(model.graph), 6)
+    names, stages = zip(*candidate_stages(known, blocks, model.graph), strict=True)
+    merged = distinct_stages(model, stages)
+
+    def run(world, report):
+        return measure_stages([NamedStages(names=names, model=merged)], SETTINGS, MODELS["gpt2"][1], world, seed=1)
+
+    outcome = run_ranks(1, run, timeout_s=120)
+    assert outcome.status is Status.OK, outcome.error
+    (found,) = outcome.result
+    assert list(found.kinds) == list(names)
+    assert len(names) == 21 > len(found.forward_s) == max(found.kinds.values()) + 1
+    operator = {node.name: node.operator for node in model.graph.nodes}
+    of_kind: dict[int, set] = {}
+    for name, stage in zip(names, stages, strict=True):
+        of_kind.setdefault(found.kinds[name], set()).add(tuple(operator[node] for node in stage.nodes))
+    assert all(len(each) == 1 for each in of_kind.values())
+    assert min(*found.forward_s, *found.backward_s) > 0
+    assert set(found.repetitions) == {profiler.STAGE_ROUNDS * subgraph_timing.MIN_REPETITIONS}
+
+
 @pytest.mark.soak
 def test_subgraphs_take_about_as_long_as_a_whole_stage(short):
     """Both sides are measured times, which only an idle machine gives; hence in soak, and a loose bound."""
@@ -166,6 +199,26 @@ def made_up(sizes=(2, 4)) -> Profile:
 def test_json_and_back():
     profile = made_up()
     assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_times_of_candidate_stages_are_linear_between_sizes():
+    sizes = [
+        CandidateTimes(micro_batch_size=size, kinds=kinds, forward_s=forward, backward_s=backward, repetitions=(3, 3))
+        for size, kinds, forward, backward in (
+            (4, {"a": 1, "b": 0, "c": 0}, (5.0, 8.0), (7.0, 9.0)),
+            (2, {"a": 0, "b": 1}, (2.0, 3.0), (4.0, 5.0)),
+        )
+    ]
+    profile = replace(made_up(), candidates=tuple(sizes))
+    assert profile.stage_seconds("a", 2) == (2.0, 4.0)
+    assert profile.stage_seconds("a", 3) == (5.0, 6.5)
+    assert profile.stage_seconds("b", 8) == (9.0, 11.0)
+    assert profile.stage_seconds("c", 2) == (2.5, 3.5), "one size: in proportion"
+    assert profile.stage_seconds("d", 2) is made_up().stage_seconds("a", 2) is None
+    assert Profile.from_json(profile.to_json()) == profile
+    old = from_json(made_up().to_json())
+    del old["candidates"]
+    assert Profile.from_json(dumps(old)) == made_up(), "a profile without them is read"
 
 
 def test_the_cost_model_reproduces_a_profile():

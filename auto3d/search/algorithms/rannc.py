@@ -20,8 +20,8 @@ _TIGHTER = 0.95  # factor on the memory limit for RaNNC's next try, if its plan 
 def rannc(search: Search, seed: int) -> None:
     """Estimate RaNNC's only plan; raises InputError if it has none.
 
-    RaNNC runs each candidate stage to profile it. Here a stage takes what the cost model says on the slowest kind of
-    device: the sum of its measured subgraphs where `auto3d profile` has made a profile, else an estimate. RaNNC chooses
+    RaNNC runs each candidate stage to profile it, as `auto3d profile --stages` does. Without that, a stage takes what
+    the cost model says on the slowest kind of device: the sum of its measured subgraphs, or an estimate. RaNNC chooses
     everything but the placement itself and ignores the axes of the search space. ``seed`` has no effect.
     """
     estimate_plan(search, any_depth=False)
@@ -102,6 +102,7 @@ def partition_request(
         nodes=len(cluster.nodes),
         devices_per_node=cluster.devices_per_node,
         any_depth=any_depth,
+        stage_seconds=model.stage_seconds,
         equal_slices=True,
         blocks=options.rannc_blocks,
         smallest_micro_batch=options.rannc_smallest_micro_batch,

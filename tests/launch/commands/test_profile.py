@@ -10,13 +10,52 @@ from auto3d.runtime import link_timing, profiler, subgraph_timing
 
 HERE = ["cluster.devices_per_node=2", "search.micro_batch_size=[4]"]
 
+LAYERS = """
+model: {factory: "linear:build"}
+data: {source: synthetic, inputs: {x: {kind: normal, shape: [8]}}}
+cluster: {device: cpu, devices_per_node: 2}
+training: {global_batch: 8}
+search: {tp: [1], micro_batch_size: [2]}
+"""
+SOURCE = """
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    def forward(self, x):
+        return self.layers(x).sum()
+def build():
+    return Model()
+"""
+
 
 @pytest.fixture
 def short(monkeypatch):
     monkeypatch.setattr(profiler, "ROUNDS", 1)
+    monkeypatch.setattr(profiler, "STAGE_ROUNDS", 1)
     monkeypatch.setattr(profiler, "LOAD_S", 0.0)
     monkeypatch.setattr(subgraph_timing, "ROUND_S", 0.0)
     monkeypatch.setattr(link_timing, "ALL_REDUCE_SIZES", (16, 4096))
+
+
+def test_rannc_takes_the_times_of_stages_that_were_run(auto3d, folder, short):
+    (folder / "layers.yaml").write_text(LAYERS)
+    (folder / "linear.py").write_text(SOURCE)
+    rannc = ["partition", "layers.yaml", "--method", "rannc"]
+    before = auto3d(*rannc).out
+    assert "candidate stages: 0 measured, 15 added up from the times of their operations; auto3d profile" in before
+    found = json.loads(auto3d("profile", "layers.yaml", "--stages", "--json").out)["candidates"]
+    assert [each["micro_batch_size"] for each in found] == [1, 2]
+    # Four layers and the sum: 5 runs have the first layer, 4 others the sum, and the rest are 1 to 3 equal layers.
+    assert [(len(each["kinds"]), len(each["forward_s"])) for each in found] == [(15, 12), (15, 12)]
+    measured = json.loads(auto3d(*rannc, "--json").out)
+    assert (measured["candidates"], measured["measured_candidates"]) == (15, 15)
+    assert "candidate stages: 15 measured, 0 added up from the times of their operations\n" in auto3d(*rannc).out
+    without = json.loads(auto3d(*rannc, "--json", "prediction.profile=none").out)
+    assert (without["candidates"], without["measured_candidates"]) == (15, 0)
+    uniform = json.loads(auto3d("partition", "layers.yaml", "--stages", "2", "--json").out)
+    assert (uniform["candidates"], uniform["measured_candidates"]) == (0, 0)
 
 
 @pytest.mark.soak

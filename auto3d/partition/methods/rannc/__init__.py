@@ -14,12 +14,12 @@ from math import inf
 from auto3d.capture.graph import Graph
 from auto3d.capture.interpolate import interpolate
 from auto3d.partition.cost import PartitionCosts
-from auto3d.partition.methods.rannc.atomic import atomic_subcomponents, stage_of_operations
+from auto3d.partition.methods.rannc.atomic import Subcomponent, atomic_subcomponents, stage_of_operations
 from auto3d.partition.methods.rannc.blocks import form_blocks
 from auto3d.partition.methods.rannc.operation_profile import OperationProfiles
 from auto3d.partition.methods.rannc.stages import StageSearch
-from auto3d.partition.methods.rannc.units import find_units
-from auto3d.partition.request import BLOCKS, Partition, PartitionRequest
+from auto3d.partition.methods.rannc.units import Units, find_units
+from auto3d.partition.request import BLOCKS, Partition, PartitionRequest, StageSeconds
 from auto3d.partition.stage import PartitionError, same_stages
 from auto3d.plan import StagePlan, stages_of_operations
 
@@ -40,14 +40,13 @@ class RanncPartition:
     backward_s: tuple[float, ...]  # backward, including recomputation and its message
     memory_bytes: tuple[float, ...]  # memory that each device of the stage needs
     iteration_s: float
+    candidates: int  # runs of blocks that could be a stage
+    measured_candidates: int  # those of them whose times were measured
 
 
 def choose_partition(request: PartitionRequest) -> Partition:
     """RaNNC's answer to ``request``; raises PartitionError where nothing fits."""
-    # RaNNC asks for about ten micro-batch sizes, and two captures give all of them.
-    first = request.graph_at(max(LEAST_CAPTURED, request.micro_batch_size))
-    second = request.graph_at(max(request.global_batch, first.micro_batch_size + 1))
-    graph_at = cache(partial(interpolate, first, second))
+    graph_at = _interpolated(request)
     found = rannc(
         graph_at,
         lambda micro_batch_size: request.costs_of(graph_at(micro_batch_size)),
@@ -58,8 +57,9 @@ def choose_partition(request: PartitionRequest) -> Partition:
         smallest_micro_batch=request.smallest_micro_batch,
         equal_slices=request.equal_slices,
         any_depth=request.any_depth,
+        stage_seconds=request.stage_seconds,
     )
-    several = len(found.stages) > 1
+    first, several = _first(request), len(found.stages) > 1
     return Partition(
         stages=same_stages(found.stages, first, request.graph),
         replicas=found.replicas,
@@ -67,6 +67,43 @@ def choose_partition(request: PartitionRequest) -> Partition:
         micro_batches=found.micro_batches,
         schedule="gpipe" if several else "1f1b",  # a single stage does one micro-batch after the other
         schedule_options={"recompute": "full" if several else "none"},
+        candidates=found.candidates,
+        measured_candidates=found.measured_candidates,
+    )
+
+
+def candidate_blocks(request: PartitionRequest) -> tuple[OperationProfiles, list[tuple[Subcomponent, ...]]]:
+    """The blocks that RaNNC would make stages of for ``request``, and the costs of their operations."""
+    graph_at, devices = _interpolated(request), request.nodes * request.devices_per_node
+    profiles = OperationProfiles(
+        graph_at,
+        lambda size: request.costs_of(graph_at(size)),
+        smallest=request.smallest_micro_batch,
+        largest=request.global_batch,
+    )
+    return profiles, form_blocks(_units(profiles, devices, request.global_batch), request.blocks)
+
+
+def _first(request: PartitionRequest) -> Graph:
+    return request.graph_at(max(LEAST_CAPTURED, request.micro_batch_size))
+
+
+def _interpolated(request: PartitionRequest) -> Callable[[int], Graph]:
+    """The model at any micro-batch size: RaNNC asks for about ten, and two captures give all of them."""
+    first = _first(request)
+    second = request.graph_at(max(request.global_batch, first.micro_batch_size + 1))
+    return cache(partial(interpolate, first, second))
+
+
+def _units(profiles: OperationProfiles, devices: int, global_batch: int) -> Units:
+    graph, costs = profiles.graph, profiles.costs
+    return find_units(
+        graph,
+        atomic_subcomponents(graph),
+        times=profiles.at(max(profiles.smallest, global_batch // devices)),
+        sizes=profiles.at(profiles.smallest),
+        state_factor=costs.state_factor,
+        memory_bytes=costs.memory_bytes,
     )
 
 
@@ -81,12 +118,14 @@ def rannc(
     smallest_micro_batch: int = 1,
     equal_slices: bool = False,
     any_depth: bool = False,
+    stage_seconds: StageSeconds | None = None,
 ) -> RanncPartition:
     """The stages of a model on a cluster, given the model's Graph and costs at any micro-batch size.
 
     Both functions are called with ``smallest_micro_batch`` samples (a model with batch statistics may need 2), with the
     powers of two between that and ``global_batch``, and with ``global_batch``. With ``equal_slices``, all replicas of a
-    stage get equally many samples of every micro-batch. With ``any_depth``, all numbers of stages are compared. If
+    stage get equally many samples of every micro-batch. With ``any_depth``, all numbers of stages are compared.
+    ``stage_seconds`` has the times of candidate stages that were run whole; the others add up their operations. If
     nothing fits, raises PartitionError that says what would.
     """
     numbers = (nodes, devices_per_node, blocks, smallest_micro_batch)
@@ -98,16 +137,8 @@ def rannc(
             f"smallest_micro_batch: {smallest_micro_batch} samples are more than the global batch of {global_batch}"
         )
     profiles = OperationProfiles(graph_at, costs_at, smallest=smallest_micro_batch, largest=global_batch)
-    graph, costs, devices = profiles.graph, profiles.costs, nodes * devices_per_node
-    units = find_units(
-        graph,
-        atomic_subcomponents(graph),
-        times=profiles.at(max(smallest_micro_batch, global_batch // devices)),
-        sizes=profiles.at(smallest_micro_batch),
-        state_factor=costs.state_factor,
-        memory_bytes=costs.memory_bytes,
-    )
-
+    graph, devices = profiles.graph, nodes * devices_per_node
+    units = _units(profiles, devices, global_batch)
     formed = form_blocks(units, blocks)
     search = partial(
         StageSearch,
@@ -116,9 +147,11 @@ def rannc(
         devices_per_node=devices_per_node,
         global_batch=global_batch,
         equal_slices=equal_slices,
+        stage_seconds=stage_seconds,
     )
     # If memory leaves more than k blocks, no two neighbours fit one device, so each block needs a device of its own.
-    form = search(formed).search(any_depth=any_depth) if len(formed) <= max(blocks, devices) else None
+    stages = search(formed)
+    form = stages.search(any_depth=any_depth) if len(formed) <= max(blocks, devices) else None
     if form is None:
         formed = form_blocks(replace(units, memory_bytes=inf), blocks)
         raise search(formed).refusal()
@@ -134,4 +167,6 @@ def rannc(
         backward_s=form.backward_s,
         memory_bytes=form.memory_bytes,
         iteration_s=form.iteration_s,
+        candidates=stages.candidates,
+        measured_candidates=stages.measured_candidates,
     )

@@ -7,8 +7,10 @@ from math import ceil, inf, lcm
 import numpy as np
 
 from auto3d.partition.methods.rannc.atomic import Subcomponent
+from auto3d.partition.methods.rannc.candidates import candidate_names
 from auto3d.partition.methods.rannc.operation_profile import OperationProfiles
 from auto3d.partition.methods.rannc.runs import RunCosts, Runs
+from auto3d.partition.request import StageSeconds
 from auto3d.partition.stage import PartitionError
 
 
@@ -152,11 +154,21 @@ class StageSearch:
         devices_per_node: int,
         global_batch: int,
         equal_slices: bool = False,
+        stage_seconds: StageSeconds | None = None,
     ) -> None:
         self.runs, self.profiles = Runs(profiles.graph, blocks, profiles.costs), profiles
         self.nodes, self.devices_per_node, self.global_batch = nodes, devices_per_node, global_batch
         self.equal_slices = equal_slices
+        self.candidates = self.runs.blocks * (self.runs.blocks + 1) // 2
+        self._stage_seconds = stage_seconds or (lambda name, samples: None)
+        named = candidate_names(profiles.graph, blocks).items() if stage_seconds else ()
+        self._measured = {run: name for run, name in named if self._stage_seconds(name, profiles.smallest)}
         self._costs: dict[int, RunCosts] = {}
+
+    @property
+    def measured_candidates(self) -> int:
+        """How many runs of blocks have measured times."""
+        return len(self._measured)
 
     def search(self, *, any_depth: bool = False) -> StageForm | None:
         """The best stages; None if nothing fits.
@@ -249,7 +261,11 @@ class StageSearch:
 
     def _costs_of(self, samples: int) -> RunCosts:
         if samples not in self._costs:
-            self._costs[samples] = self.runs.at(self.profiles.at(samples))
+            found = self.runs.at(self.profiles.at(samples))
+            for run, name in self._measured.items():
+                if seconds := self._stage_seconds(name, samples):
+                    found.forward_s[run], found.backward_s[run] = seconds
+            self._costs[samples] = found
         return self._costs[samples]
 
     def refusal(self) -> PartitionError:
