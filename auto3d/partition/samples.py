@@ -1,9 +1,12 @@
 """The dimension of the samples in each value of a Graph, so that a value can be split by samples."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from auto3d.capture.graph import Graph, GraphNode, Value
+from auto3d.partition.stage import Stage
+from auto3d.plan import PlanError
 
 _RESHAPES = frozenset(
     f"aten.{name}"
@@ -49,6 +52,34 @@ def sample_dimensions(graph: Graph, smaller: Graph) -> dict[str, int]:
             if outer is not None:
                 layouts[value.name] = _Layout(dimension, each, outer)
     return {name: layout.dimension for name, layout in layouts.items() if layout.outer == 1}
+
+
+def dimensions_between_replicas(
+    stages: Sequence[Stage], replicas: Sequence[int], graph: Graph, smaller: Graph
+) -> dict[str, int]:
+    """Value -> its dimension of samples, for values that cross between ``stages`` with other numbers of ``replicas``.
+
+    ``smaller`` is as in ``sample_dimensions``. A value made from weights alone, of which all replicas have the same
+    copy, is left out. Raises PlanError for a value that is neither.
+    """
+    dimensions, from_samples = sample_dimensions(graph, smaller), made_from_samples(graph)
+    found: dict[str, int] = {}
+    for one in (one for stage in stages for one in stage.received if replicas[one.source] != replicas[one.target]):
+        name = one.value.name
+        same_copy = name not in from_samples and one.value.shape == smaller.value(name).shape
+        if name not in dimensions and not same_copy:
+            raise PlanError(
+                f"stages: {one.source} has {_times(replicas[one.source])} and sends {name}, of shape "
+                f"{list(one.value.shape)}, to stage {one.target} with {_times(replicas[one.target])}; it cannot be "
+                "split by samples, so both must have equally many"
+            )
+        if name in dimensions:
+            found[name] = dimensions[name]
+    return found
+
+
+def _times(replicas: int) -> str:
+    return f"{replicas} replica{'s' if replicas > 1 else ''}"
 
 
 def made_from_samples(graph: Graph) -> frozenset[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from auto3d.capture.model import CapturedModel
 from auto3d.derived.model import Derived
 from auto3d.derived.of_share import derived
-from auto3d.partition.samples import made_from_samples, sample_dimensions
+from auto3d.partition.samples import dimensions_between_replicas
 from auto3d.partition.stage import Stage, same_stages
 from auto3d.plan import SUB_PIPELINED, Plan, PlanError
 from auto3d.schedule import without_slices
@@ -126,7 +126,7 @@ def resplit_dimensions(captured: CapturedModel, plan: Plan, stages: Sequence[Sta
     program = rank_program(captured, plan, 1)
     graph = program.captured.graph
     smaller = rank_program(captured, plan, max(replicas)).captured.graph
-    dimensions, from_samples = sample_dimensions(graph, smaller), made_from_samples(graph)
+    dimensions = dimensions_between_replicas(stages, replicas, graph, smaller)
     for transfer in transfers:
         name = transfer.value.name
         placed = None if program.derived is None else program.derived.placements[name].split
@@ -135,16 +135,4 @@ def resplit_dimensions(captured: CapturedModel, plan: Plan, stages: Sequence[Sta
                 f"stages: {transfer.source} sends {name} to stage {transfer.target}, which has another number of "
                 "replicas; tensor parallelism splits it by samples too, so both must have equally many"
             )
-        same_copy = name not in from_samples and transfer.value.shape == smaller.value(name).shape
-        if name not in dimensions and not same_copy:
-            source, target = transfer.source, transfer.target
-            raise PlanError(
-                f"stages: {source} has {_times(replicas[source])} and sends {name}, of shape "
-                f"{list(transfer.value.shape)}, to stage {target} with {_times(replicas[target])}; it cannot be split "
-                "by samples, so both must have equally many"
-            )
-    return {t.value.name: dimensions[t.value.name] for t in transfers if t.value.name in dimensions}
-
-
-def _times(replicas: int) -> str:
-    return f"{replicas} replica{'s' if replicas > 1 else ''}"
+    return dimensions

@@ -1,10 +1,15 @@
 """Partition -> Plan: makes the stages that a partition method chose ready to run."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
+from auto3d.capture.graph import Graph
 from auto3d.partition import Partition, PartitionRequest
-from auto3d.partition.stage import same_stages
+from auto3d.partition.samples import dimensions_between_replicas
+from auto3d.partition.stage import cut, same_stages
 from auto3d.plan import Plan, PlanError
+from auto3d.schedule import samples_at_once, schedule_of
+from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.search.placement import place_replicas
 
 
@@ -40,3 +45,19 @@ def plan_of(found: Partition, request: PartitionRequest, *, seed: int) -> Plan:
         placement=place_replicas(replicas, dp=pipelines),
         seed=seed,
     )
+
+
+def check_runs(plan: Plan, graph_at: Callable[[int], Graph]) -> None:
+    """Raise InputError where ranks could not run ``plan``, which has no tensor parallelism.
+
+    ``graph_at`` gives the model at a number of samples, also at that of each replica's slice, or raises InputError.
+    """
+    samples = samples_at_once(plan)
+    graph = graph_at(samples)
+    stages, replicas = cut(graph, plan.stages), [stage.replicas for stage in plan.stages]
+    check_carried_buffers(graph, plan, schedule_of(plan), stages)
+    slices = {count: graph_at(samples // count) for count in sorted(set(replicas))}
+    for smaller in slices.values():
+        same_stages(plan.stages, graph, smaller)
+    if len(slices) > 1:
+        dimensions_between_replicas(stages, replicas, graph, slices[max(replicas)])

@@ -6,8 +6,9 @@ from typing import Any
 
 from tabulate import tabulate
 
+from auto3d.errors import InputError
 from auto3d.partition.draw_svg import draw_svg
-from auto3d.search.partitioned import plan_of
+from auto3d.search.partitioned import check_runs, plan_of
 from launch.console.output import print_json, write_text
 from launch.model.profile import how_to_measure
 from launch.model.stages import PartitionedModel, PartitionFigures, partition_model
@@ -27,6 +28,7 @@ def print_partition(
         write_text(svg, _picture(recipe, partitioned))
     if plan_file:
         plan = plan_of(partitioned.partition, partitioned.request, seed=recipe.values.training.seed)
+        check_runs(plan, partitioned.request.graph_at)
         write_text(plan_file, plan.to_json() + "\n")
     if as_json:
         print_json(asdict(partitioned.figures))
@@ -34,7 +36,7 @@ def print_partition(
     print(_table(partitioned.figures))
     if partitioned.figures.candidates:
         print(_candidates(recipe, partitioned.figures))
-    if cannot := _why_not_run(partitioned.figures):
+    if not plan_file and (cannot := _why_not_run(partitioned)):
         print(cannot)
     if svg:
         print(f"written: {svg}")
@@ -84,16 +86,28 @@ def _candidates(recipe: LoadedRecipe, figures: PartitionFigures) -> str:
     return f"candidate stages: {measured} measured, {added_up} added up from the times of their operations{how}"
 
 
-def _why_not_run(figures: PartitionFigures) -> str:
-    """Why auto3d has no plan with these stages; empty if nothing is known against them."""
-    unequal = [index for index, stage in enumerate(figures.stages) if figures.micro_batch_size % stage.replicas]
-    if not unequal:
+def _why_not_run(partitioned: PartitionedModel) -> str:
+    """Why auto3d cannot train with the stages and micro-batches that a method chose; empty if it can.
+
+    Where stages are of the micro-batches that the caller chose, nothing is said.
+    """
+    found, request = partitioned.partition, partitioned.request
+    if found.micro_batches is None:
         return ""
-    stage, samples = unequal[0], counted(figures.micro_batch_size, "sample")
-    return (
-        f"auto3d cannot train with these: the {figures.stages[stage].replicas} replicas of stage {stage} would get "
-        f"unequal slices of {samples}; --plan FILE finds stages with equal ones"
-    )
+    slices = found.pipelines * found.micro_batches  # micro-batches of the global batch
+    for stage, replicas in enumerate(found.replicas):
+        each = replicas // found.pipelines
+        if request.global_batch % (slices * each):
+            whole, parts = counted(request.global_batch, "sample"), counted(slices, "micro-batch", "micro-batches")
+            return (
+                f"auto3d cannot train with these: the {counted(each, 'replica')} of stage {stage} would get unequal "
+                f"slices of {whole} in {parts}; --plan FILE finds stages with equal ones"
+            )
+    try:
+        check_runs(plan_of(found, request, seed=0), request.graph_at)
+    except InputError as error:
+        return f"auto3d cannot train with these: {error}"
+    return ""
 
 
 def _measured(figures: PartitionFigures) -> str:
