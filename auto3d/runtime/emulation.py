@@ -86,9 +86,18 @@ class Emulation:
 
         by_replicas = {replicas: of(replicas) for replicas in dict.fromkeys(stage.replicas for stage in plan.stages)}
         of_stage = [by_replicas[stage.replicas] for stage in plan.stages]
-        names = ("forward", "backward", "backward_input", "backward_weight", "recompute")
-        times = {name: tuple(getattr(each, name)[n] for n, each in enumerate(of_stage)) for name in names}
-        return replace(of_stage[0], **times)
+
+        def each(times: Callable[[Costs], tuple[float, ...]]) -> tuple[float, ...]:
+            return tuple(times(costs)[number] for number, costs in enumerate(of_stage))
+
+        return replace(
+            of_stage[0],
+            forward=each(lambda costs: costs.forward),
+            backward=each(lambda costs: costs.backward),
+            backward_input=each(lambda costs: costs.backward_input),
+            backward_weight=each(lambda costs: costs.backward_weight),
+            recompute=each(lambda costs: costs.recompute),
+        )
 
     def costs(self, graph: Graph, stages: Sequence[StagePlan], schedule: Schedule, *, dp: int) -> Costs:
         """The times in the simulator's form; ``graph`` is the model at the samples that one operation of a rank runs.
