@@ -77,6 +77,7 @@ PARTS = (
     _benchmark("profile", 5, *RUNTIME, "auto3d/cost", "launch/model"),
     _benchmark("published", 3, *SEARCH),
     _benchmark("rannc", 3, "auto3d/partition", "auto3d/capture"),
+    _benchmark("rannc_stages", 6, "auto3d/partition", "auto3d/cost", "launch/model", *RUNTIME),
     _benchmark("reading", 2, "auto3d/data"),
     _benchmark("report", 2, "launch/report"),
     _benchmark("runtime", 10, *RUNTIME),
