@@ -42,12 +42,12 @@ from auto3d.simulate.simulate import Timeline, simulate
 class PipelineTimes:
     """The times that a partition balances: seconds of one micro-batch's forward, backward and recomputation.
 
-    ``before[c]`` is the time before cut c on the fastest kind of device of the pipeline. ``messages[c]`` is the time of
-    a message through cut c and back on the slowest link. ``speeds[s]`` is the speed of the devices of stage s relative
-    to the fastest kind.
+    ``before[s][c]`` is the time before cut c, recomputed as on stage s, on the fastest kind of device of the pipeline;
+    stages that recompute alike have one object. ``messages[c]`` is the time of a message through cut c and back on the
+    slowest link. ``speeds[s]`` is the speed of the devices of stage s relative to the fastest kind.
     """
 
-    before: tuple[float, ...]
+    before: tuple[tuple[float, ...], ...]
     messages: tuple[float, ...]
     speeds: tuple[float, ...]
 
@@ -327,10 +327,13 @@ class CostModel:
             exposed=exposed,
         )
 
-    def pipeline_times(self, plan: Plan, cuts: Sequence[int], *, replicas: int = 1) -> PipelineTimes:
+    def pipeline_times(
+        self, plan: Plan, cuts: Sequence[int], *, kept: Sequence[float] = (), replicas: int = 1
+    ) -> PipelineTimes:
         """The times of a pipeline with the degrees, placement and schedule of ``plan`` at any of ``cuts``.
 
-        The stages of ``plan`` do not matter; each stage is taken to have ``replicas`` replicas.
+        The stages of ``plan`` do not matter. Each that recomputes is taken to keep the fraction of ``kept`` (default:
+        nothing) of its forward's seconds, and each to have ``replicas`` replicas.
         """
         shape, traffic = shape_of(plan), self._traffic_of(plan)
         samples, divisor = self._work.slice_of(plan.micro_batch_size // shape.sample_parts, replicas)
@@ -339,18 +342,25 @@ class CostModel:
             keys = [(home, pipeline) for home in homes for pipeline in range(plan.dp)]
             link = min((traffic.tensor[key] for key in keys), key=_bandwidth) if plan.tp > 1 else None
             hardware.append((self.cluster.slowest(rank for key in keys for rank in traffic.ranks(*key)), link))
-        recompute = bool(shape.recompute)
+        fractions = [
+            (kept[number] if kept else 0.0) if number in shape.recompute else None for number in range(shape.stages)
+        ]
         seconds = {
-            key: np.sum(
+            (key, fraction): np.sum(
                 [
-                    self._stage_times.between_cuts(samples, key[0], share, key[1], tuple(cuts), recompute)
+                    self._stage_times.between_cuts(samples, key[0], share, key[1], tuple(cuts), fraction)
                     for share in shares_of(plan)
                 ],
                 axis=0,
             )
+            for fraction in dict.fromkeys(fractions)
             for key in dict.fromkeys(hardware)
         }
-        fastest = min(seconds.values(), key=lambda each: float(each.sum()))
+        fastest = {
+            fraction: min((seconds[key, fraction] for key in hardware), key=lambda each: float(each.sum()))
+            for fraction in dict.fromkeys(fractions)
+        }
+        times = {fraction: tuple(before(shape.sample_parts * each / divisor)) for fraction, each in fastest.items()}
         sent, _ = self._messages.crossing(plan, samples, list(cuts))
         links = [
             traffic.messages.link((traffic.ranks(here[0], pipeline)[0], traffic.ranks(there[0], pipeline)[0]))
@@ -361,9 +371,12 @@ class CostModel:
         slowest = min(links, key=lambda link: link.bandwidth, default=Link(latency_s=0.0, bandwidth=1.0))
         messages = np.where(sent > 0, 2 * (slowest.latency_s + sent / slowest.bandwidth), 0.0)
         return PipelineTimes(
-            before=tuple(before(shape.sample_parts * fastest / divisor)),
+            before=tuple(times[fraction] for fraction in fractions),
             messages=tuple(shape.parts * messages if links else 0 * messages),
-            speeds=tuple(float(fastest.sum() / seconds[key].sum()) for key in hardware),
+            speeds=tuple(
+                float(fastest[fraction].sum() / seconds[key, fraction].sum())
+                for key, fraction in zip(hardware, fractions, strict=True)
+            ),
         )
 
     def times_of_work(self, work: Work, cuts: Sequence[int], samples: int, accelerator: Accelerator) -> Times:

@@ -37,14 +37,18 @@ class ModelWork:
         """Ranges of the operations of ``stage`` that are not recomputed where the stage recomputes."""
         if self._training.recompute_ends or stage.kept:
             return stage.kept
-        work = self.work_at(samples)
-        begin, end = work.repeated
+        begin, end = self.recomputed(samples)
         return tuple(
             (max(first, start), min(last, stop))
             for first, last in stage.operations
-            for start, stop in ((0, begin), (end, len(work)))
+            for start, stop in ((0, begin), (end, len(self.work_at(samples))))
             if max(first, start) < min(last, stop)
         )
+
+    def recomputed(self, samples: int) -> tuple[int, int]:
+        """Full recomputation runs the operations from the first to before the second position again."""
+        work = self.work_at(samples)
+        return (0, len(work)) if self._training.recompute_ends else work.repeated
 
     def tables_of(self, plan: Plan) -> WorkTables:
         """The tables of ``plan`` at its whole micro-batch."""

@@ -34,17 +34,29 @@ class StageTimes:
         share: Share,
         link: GroupLink | None,
         cuts: tuple[int, ...],
-        recompute: bool,
+        kept: float | None,
     ) -> np.ndarray:
-        """[cuts - 1]: seconds of one micro-batch forward and backward between neighbouring ``cuts``."""
-        positions = list(cuts)
-        times = np.diff(self._times(samples, accelerator, share).table[:, positions])
-        exchanged = np.zeros((2, len(cuts) - 1))
-        if link is not None:
-            exchanged = np.diff(self._collectives(samples, share, link)[:, positions])
-        forward = np.maximum(times[0] + exchanged[0], times[1])
-        backward = np.maximum(times[2] + exchanged[1], times[3])
-        return forward * (2 if recompute else 1) + backward
+        """[cuts - 1]: seconds of one micro-batch forward, backward and recomputed between neighbouring ``cuts``.
+
+        A stage that keeps the fraction ``kept`` recomputes the rest of each forward; with 0, it recomputes what full
+        recomputation does. None: it does not recompute.
+        """
+
+        def passes(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            times = np.diff(self._times(samples, accelerator, share).table[:, positions])
+            exchanged = np.zeros((2, len(cuts) - 1))
+            if link is not None:
+                exchanged = np.diff(self._collectives(samples, share, link)[:, positions])
+            return np.maximum(times[0] + exchanged[0], times[1]), np.maximum(times[2] + exchanged[1], times[3])
+
+        positions = np.array(cuts)
+        forward, backward = passes(positions)
+        if kept is None:
+            return forward + backward
+        if kept:
+            return forward * (2 - kept) + backward
+        again, _ = passes(positions.clip(*self._work.recomputed(samples)))
+        return forward + again + backward
 
     def _make_seconds(
         self,

@@ -37,8 +37,9 @@ class StageProblem(Protocol):
         ...
 
     @property
-    def before(self) -> tuple[float, ...]:
-        """Seconds of one micro-batch before each cut, forward and backward, on the fastest device."""
+    def before(self) -> tuple[tuple[float, ...], ...]:
+        """Per stage, the seconds of one micro-batch before each cut on the fastest device: forward, backward, and what
+        this stage recomputes. Stages that recompute alike have one object."""
         ...
 
     @property
@@ -90,10 +91,10 @@ class GraphProblem:
         return outline_of(self.graph)
 
     @cached_property
-    def before(self) -> tuple[float, ...]:
+    def before(self) -> tuple[tuple[float, ...], ...]:
         both = zip(self.costs.forward_s, self.costs.backward_s, strict=True)
         seconds = [0.0, *accumulate(forward + backward for forward, backward in both)]
-        return tuple(seconds[position] for position in self.cuts)
+        return (tuple(seconds[position] for position in self.cuts),) * self.stages
 
     @cached_property
     def messages(self) -> tuple[float, ...]:

@@ -50,6 +50,16 @@ class KeptFractions:
             return replace(self._plan, schedule_options=options)
         return replace(self._plan, stages=stages)
 
+    def of(self, plan: Plan) -> list[float]:
+        """The fraction of its subgraphs that each stage of ``plan``, a variant, does not recompute."""
+        recompute = shape_of(plan).recompute
+        return [
+            sum(any(first <= start < last for first, last in stage.kept) for start in starts) / len(starts)
+            if number in recompute and starts
+            else 1.0
+            for number, (stage, starts) in enumerate(zip(plan.stages, self._starts, strict=True))
+        ]
+
     @cached_property
     def kept_from(self) -> np.ndarray:
         """[fractions of ``first``, stages]: the position from which each stage keeps its operations until its end."""

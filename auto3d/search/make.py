@@ -11,7 +11,7 @@ from auto3d.cost.memory.plan import PlanMemory
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.partition.methods import METHODS, STAGE_METHODS, method_named
-from auto3d.partition.recompute import keep_last, kept_fractions
+from auto3d.partition.recompute import kept_fractions
 from auto3d.partition.replicated import fastest_stages
 from auto3d.partition.stage import PartitionError
 from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan, PlanError, StagePlan, stages_between
@@ -23,7 +23,7 @@ from auto3d.search.axes import EQUAL, OF_PLANS, UNEVEN, Candidate
 from auto3d.search.kept_fractions import KeptFractions, Limits, largest_fraction
 from auto3d.search.placement import MEGATRON, place, place_replicas
 from auto3d.search.planned_model import PlannedModel
-from auto3d.search.problem import CandidateProblem, Keep
+from auto3d.search.problem import CandidateProblem
 from auto3d.search.recompute import AUTO, FULL, NONE, schedule_options
 from auto3d.search.space import ORDER_SECONDS, Refusals, Workload, check_fits
 from auto3d.search.synthesized import (
@@ -37,6 +37,7 @@ from auto3d.share import Share, share_of
 from auto3d.simulate.costs_text import write_times
 from auto3d.tensor_placement import Split
 
+_TURNS = 12  # most cuts of a candidate for what stages keep
 _TRIES = 32  # tries to find stages that fit the memory of the devices
 _TIGHTER = 0.95  # factor on that memory where the cost model counts less than the maker
 
@@ -77,15 +78,7 @@ class PlanMaker:
         """The Plan of ``candidate``; raises InputError if there is none, or if a device lacks the memory for it."""
         if is_sought(candidate):
             return self.with_best_order(candidate, self.seeds(candidate))
-        plan = self.unlimited(candidate)
-        if _may_fit_memory(candidate) and self._shortage(plan):
-            plan = self._fastest_that_fits(candidate, plan)
-        if candidate.recompute == AUTO:
-            if self.model.cluster.memory_bytes is None:
-                raise PlanError("recompute: auto needs to know the memory of a device")
-            plan = largest_fraction(self._kept_fractions(plan), self._shortage, self._limits)
-        self.check(plan)
-        return plan
+        return self._fastest(candidate, self._fitting, self.check)
 
     def seeds(self, candidate: Candidate) -> list[Plan]:
         """The Plans by rule with the other choices of ``candidate``, from which its order is sought.
@@ -145,7 +138,70 @@ class PlanMaker:
 
     def unlimited(self, candidate: Candidate) -> Plan:
         """The Plan of ``candidate`` whatever memory it needs; with recompute auto, the one that keeps nothing."""
-        return self._made(candidate)
+        return self._fastest(candidate, self._made, lambda plan: None)
+
+    def _fastest(self, candidate: Candidate, make: Callable[[Candidate], Plan], check: Callable[[Plan], None]) -> Plan:
+        """The Plan that ``make`` gives for ``candidate``, or the fastest by prediction of it and its rivals.
+
+        The best stages one by one need not make the fastest pipeline: the times of filling and draining it, of messages
+        and of gradient sums depend on the cuts too. So where stages recompute unequally, the same method also cuts for
+        stages that recompute nothing, and a method may have another as its rival. ``check`` raises InputError for
+        a rival that is impossible.
+        """
+        plan, method = make(candidate), METHODS.get(candidate.partition)
+        if method is None or candidate.recompute == NONE or candidate.cuts is not None or candidate.replicas == UNEVEN:
+            return plan
+        rivals: list[Callable[[], Plan]] = []
+        if method.balances_time and candidate.recompute != AUTO and _recomputes_unequally(plan):
+            rivals.append(lambda: self._made(candidate, kept=(1.0,) * len(plan.stages)))
+        if method.rival:
+            rivals.append(lambda: make(replace(candidate, partition=method.rival)))
+        found = [plan]
+        for rival in rivals:
+            with suppress(InputError):  # fewer blocks than stages, for example
+                other = rival()
+                check(other)
+                found.append(other)
+        return min(found, key=self.model.seconds) if len(set(found)) > 1 else plan
+
+    def _fitting(self, candidate: Candidate) -> Plan:
+        """The Plan of ``candidate`` by its own partition; raises InputError if there is none or memory is short."""
+        plan = self._made(candidate)
+        if _may_fit_memory(candidate) and self._shortage(plan):
+            plan = self._fastest_that_fits(candidate, plan)
+        if candidate.recompute == AUTO:
+            if self.model.cluster.memory_bytes is None:
+                raise PlanError("recompute: auto needs to know the memory of a device")
+            plan = self._keeping_most(candidate, plan)
+        self.check(plan)
+        return plan
+
+    def _keeping_most(self, candidate: Candidate, plan: Plan) -> Plan:
+        """``plan``, whose stages keep nothing, with the largest kept fractions that fit.
+
+        A method that balances times cuts again for these fractions, which changes what fits, and so in turns until
+        neither moves: once from stages that keep nothing, and once from those that keep everything. The fastest of all
+        these plans is the result.
+        """
+        if not METHODS[candidate.partition].balances_time:
+            return largest_fraction(self._kept_fractions(plan), self._shortage, self._limits)
+        found: list[Plan] = []
+        cuts: list[tuple[StagePlan, ...]] = []
+        refusals: list[PlanError] = []
+        for start in (plan, self._made(candidate, kept=(1.0,) * len(plan.stages))):
+            turn = start
+            while turn.stages not in cuts and len(cuts) < _TURNS:
+                cuts.append(turn.stages)
+                fractions = self._kept_fractions(turn)
+                try:
+                    found.append(largest_fraction(fractions, self._shortage, self._limits))
+                except PlanError as error:
+                    refusals.append(error)
+                    break
+                turn = self._made(candidate, kept=fractions.of(found[-1]))
+        if not found:
+            raise refusals[0]
+        return min(found, key=self.model.seconds) if len(found) > 1 else found[0]
 
     def _fastest_that_fits(self, candidate: Candidate, fastest: Plan) -> Plan:
         """The Plan of ``candidate`` with the fastest stages that fit; if none fit, ``fastest``, which does not either.
@@ -182,8 +238,10 @@ class PlanMaker:
         candidate: Candidate,
         limits: Sequence[float] | None = None,
         excluded: Sequence[tuple[int, int, int]] = (),
+        kept: Sequence[float] = (),
     ) -> Plan:
-        """The Plan of ``candidate``. A partition method that respects memory keeps to ``limits`` and ``excluded``, as
+        """The Plan of ``candidate``; with recompute auto, the one that keeps nothing, cut for stages that will keep the
+        fractions ``kept``. A partition method that respects memory keeps to ``limits`` and ``excluded``, as
         CandidateProblem explains them."""
         check_fits(candidate, self.model.cluster, self.workload)
         name, given = parse_schedule(candidate.schedule)
@@ -214,17 +272,18 @@ class PlanMaker:
             seed=self.workload.seed,
             split=self._split(samples, share_of(candidate)),
         )
+        kept = kept or _fractions(candidate, form)
         if candidate.replicas == UNEVEN:
-            plan = self._unevenly(candidate, plan, form, samples)
+            plan = self._unevenly(candidate, plan, form, samples, kept)
         else:
-            plan = replace(plan, stages=self._stages(candidate, plan, form, samples, limits, excluded))
+            plan = replace(plan, stages=self._stages(candidate, plan, form, samples, limits, excluded, kept))
         if "times" in SCHEDULES[name].options and "times" not in options:
             plan = replace(plan, schedule_options={**options, "times": write_times(self.model.costs(plan))})
         if SCHEDULES[name].asynchronous:
             schedule = build_schedule(name, **sizes, **options)
             self.planned.check_trainable(schedule, plan.stages, samples, clip_norm=self.workload.clip_norm)
         if candidate.kept is not None:
-            return self._kept_fractions(plan).plan_of(_checked_kept(candidate, form))
+            return self._kept_fractions(plan).plan_of(candidate.kept)
         if candidate.recompute not in (NONE, FULL, AUTO):
             plan = self._kept_fractions(plan).plan(float(candidate.recompute))
         return plan
@@ -317,6 +376,7 @@ class PlanMaker:
         samples: int,
         limits: Sequence[float] | None,
         excluded: Sequence[tuple[int, int, int]],
+        kept: Sequence[float],
     ) -> tuple[StagePlan, ...]:
         cuts = self.planned.cuts(samples)
         if candidate.cuts is not None:
@@ -340,11 +400,11 @@ class PlanMaker:
             samples=samples,
             limits=limits,
             excluded=excluded,
-            keep=_keep(candidate, form),
+            kept=kept,
         )
         return method.choose_stages(problem)
 
-    def _unevenly(self, candidate: Candidate, plan: Plan, form: Shape, samples: int) -> Plan:
+    def _unevenly(self, candidate: Candidate, plan: Plan, form: Shape, samples: int, kept: Sequence[float]) -> Plan:
         """``plan`` with the stages and replicas whose slowest stage is as fast as possible, whatever the partition.
 
         RaNNC chooses them this way (Tanaka et al. 2021, algorithm 1) for given numbers of stages and devices.
@@ -354,7 +414,7 @@ class PlanMaker:
         cuts = self.planned.cuts(samples)
         devices = self.model.cluster.devices // (candidate.dp * candidate.tp)  # devices of one pipeline
         before = {
-            count: self.model.pipeline_times(plan, cuts, replicas=count).before
+            count: self.model.pipeline_times(plan, cuts, kept=kept, replicas=count).before
             for count in range(1, devices - candidate.pp + 2)
             if samples % count == 0
         }
@@ -401,16 +461,18 @@ def _may_fit_memory(candidate: Candidate) -> bool:
     return method is not None and method.fits_memory and candidate.cuts is None and candidate.replicas == EQUAL
 
 
-def _keep(candidate: Candidate, form: Shape) -> Keep:
-    """A function that adds to a stage what the stage keeps under the recomputation of ``candidate``."""
+def _fractions(candidate: Candidate, form: Shape) -> Sequence[float]:
+    """The fraction that each stage keeps where it recomputes; empty: nothing, or as much as fits."""
+    if candidate.kept is not None:
+        return _checked_kept(candidate, form)
     if candidate.recompute in (NONE, FULL, AUTO):
-        return lambda number, stage, starts: stage
-    fractions = kept_fractions(form.in_flight, float(candidate.recompute))
+        return ()
+    return kept_fractions(form.in_flight, float(candidate.recompute))
 
-    def keep(number: int, stage: StagePlan, starts: Sequence[int]) -> StagePlan:
-        return keep_last(stage, starts, fractions[number]) if number in form.recompute else stage
 
-    return keep
+def _recomputes_unequally(plan: Plan) -> bool:
+    recompute = shape_of(plan).recompute
+    return 0 < len(recompute) < len(plan.stages) or any(stage.kept for stage in plan.stages)
 
 
 def shortage_of(model: CostModel, plan: Plan) -> str:

@@ -1,18 +1,16 @@
 """The problem of a partition method in a search: the stages of a candidate, at the costs of the cost model."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from auto3d.cost.model import CostModel, PipelineTimes
 from auto3d.partition.outline import Outline
+from auto3d.partition.recompute import keep_last
 from auto3d.plan import Plan, StagePlan
 from auto3d.schedule.shape import Shape
 from auto3d.search.planned_model import PlannedModel
-
-Keep = Callable[[int, StagePlan, Sequence[int]], StagePlan]
-"""(number of a stage, the stage, positions where its subgraphs begin) -> the stage with what it keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +19,7 @@ class CandidateProblem:
 
     ``limits`` has the bytes that each pipeline device may fill, infinite where unknown; None: all of them infinite.
     ``excluded`` has runs (stage, first position, last position) that are too large for a device together with its other
-    stages. ``keep`` adds what a stage keeps where it recomputes the rest.
+    stages. ``kept`` has the fraction that each stage keeps if it recomputes the rest; empty: nothing.
     """
 
     planned: PlannedModel
@@ -31,7 +29,7 @@ class CandidateProblem:
     samples: int
     limits: Sequence[float] | None = None
     excluded: Sequence[tuple[int, int, int]] = ()
-    keep: Keep = lambda number, stage, starts: stage
+    kept: Sequence[float] = ()
 
     @property
     def stages(self) -> int:
@@ -51,10 +49,10 @@ class CandidateProblem:
 
     @cached_property
     def _pipeline(self) -> PipelineTimes:
-        return self.model.pipeline_times(self.plan, self.cuts)
+        return self.model.pipeline_times(self.plan, self.cuts, kept=self.kept)
 
     @property
-    def before(self) -> tuple[float, ...]:
+    def before(self) -> tuple[tuple[float, ...], ...]:
         return self._pipeline.before
 
     @property
@@ -112,6 +110,8 @@ class CandidateProblem:
         first, last = self.cuts[start], self.cuts[end]
         if any(stage == number and first <= inner and outer <= last for stage, inner, outer in self.excluded):
             return False
-        stage = self.keep(number, StagePlan(operations=((first, last),)), self.cuts[start:end])
+        stage = StagePlan(operations=((first, last),))
+        if self.kept and number in self.shape.recompute:
+            stage = keep_last(stage, self.cuts[start:end], self.kept[number])
         needed = self.model.stage_memory(self.plan, number, stage)
         return all(size <= limits[device] for device, size in needed.items())

@@ -2,8 +2,9 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import combinations, pairwise
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 
@@ -114,6 +115,68 @@ def test_layer_assignment_is_the_best_as_by_brute_force():
         bounds = [0, *(stage.operations[-1][1] for stage in found)]
         times = [sum(costs.forward_s[a:b]) + sum(costs.backward_s[a:b]) for a, b in pairwise(bounds)]
         assert pipeline(bounds, times) == pytest.approx(min(possible), abs=1e-9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputing(GraphProblem):
+    """Stages that recompute a part of their forward, each another one."""
+
+    again: tuple[float, ...]
+
+    @cached_property
+    def before(self) -> tuple[tuple[float, ...], ...]:
+        both = list(zip(self.costs.forward_s, self.costs.backward_s, strict=True))
+        of = {
+            one: (0.0, *accumulate((1 + one) * forward + backward for forward, backward in both)) for one in self.again
+        }
+        return tuple(tuple(of[one][cut] for cut in self.cuts) for one in self.again)
+
+
+@pytest.mark.parametrize("order", ["falling", "any"])
+def test_stages_that_recompute_unequally_are_the_best_as_by_brute_force(order):
+    """Whether later stages recompute less, as under 1F1B with kept fractions, or in any order."""
+    chance, refused, unlike = random.Random(order), 0, 0
+    for _ in range(600):
+        graph, costs = random_chain(chance)
+        stages, micro_batches = chance.randint(1, min(4, len(graph.nodes))), chance.choice([1, 2, 8, 100])
+        again = [chance.choice([0.0, 0.0, 0.25, 1.0]) for _ in range(stages)]
+        again = tuple(sorted(again, reverse=True) if order == "falling" else again)
+        crossing = crossing_bytes(graph)
+        possible = [
+            (bounds, [(1 + one) * sum(costs.forward_s[a:b]) + sum(costs.backward_s[a:b])
+                      for one, (a, b) in zip(again, pairwise(bounds), strict=True)])
+            for bounds, _ in every_partition(graph, costs, stages)
+        ]  # fmt: skip
+
+        def sent(bounds, crossing=crossing):
+            return sum(crossing[place] for place in bounds[1:-1])
+
+        def pipeline(bounds, times, micro_batches=micro_batches, costs=costs, crossing=crossing):
+            messages = sum(2 * costs.message_s(crossing[place]) for place in bounds[1:-1])
+            return (micro_batches - 1) * max(times) + sum(times) + messages
+
+        problem = Recomputing(graph=graph, costs=costs, stages=stages, micro_batches=micro_batches, again=again)
+        times_of = {tuple(bounds): times for bounds, times in possible}
+        if possible:
+            found = (0, *(stage.operations[-1][1] for stage in layer_assignment.choose_stages(problem)))
+            best = min(pipeline(bounds, times) for bounds, times in possible)
+            assert pipeline(found, times_of[found]) == pytest.approx(best, abs=1e-9)
+        fitting = [(max(times), sent(bounds)) for bounds, times in possible if fits(graph, costs, bounds)]
+        if not fitting:
+            refused += 1
+            with pytest.raises(PartitionError):
+                autopipe.choose_stages(problem)
+            continue
+        slowest = min(time for time, _ in fitting)
+        fewest = min(size for time, size in fitting if time <= slowest + 1e-12)
+        found = (0, *(stage.operations[-1][1] for stage in autopipe.choose_stages(problem)))
+        assert fits(graph, costs, list(found))
+        assert max(times_of[found]) == pytest.approx(slowest, abs=1e-9)
+        assert sent(found) == fewest
+        alike = GraphProblem(graph=graph, costs=costs, stages=stages)
+        unlike += (0, *(stage.operations[-1][1] for stage in autopipe.choose_stages(alike))) != found
+    assert 60 < refused < 400
+    assert unlike > 60, "otherwise one sequence of times for all stages would do"
 
 
 @pytest.mark.parametrize("model", ["gpt2", "bert", "t5", "vit"])

@@ -26,7 +26,9 @@ class PartitionMethod:
     file: str  # name of the file in this folder, or of a package
     chooses_stages: bool = False  # the method finds the number of stages itself
     searched: bool = True  # a search over all methods tries it; False: it only describes another system
+    balances_time: bool = False  # its stages depend on StageProblem.before, so on what each stage recomputes
     fits_memory: bool = False  # the method respects StageProblem.earliest, the memory limit of the devices
+    rival: str = ""  # a search takes the stages of this method instead where it predicts that they are faster
 
     @cached_property
     def choose_stages(self) -> Callable[[StageProblem], tuple[StagePlan, ...]]:
@@ -42,8 +44,8 @@ class PartitionMethod:
 METHODS: dict[str, PartitionMethod] = {  # the order is that of the search axis: it decides which plans a seed draws
     "uniform": PartitionMethod("uniform"),
     "blocks": PartitionMethod("blocks"),
-    "layer-assignment": PartitionMethod("layer_assignment"),
-    "autopipe": PartitionMethod("autopipe", fits_memory=True),
+    "layer-assignment": PartitionMethod("layer_assignment", balances_time=True),
+    "autopipe": PartitionMethod("autopipe", balances_time=True, fits_memory=True, rival="blocks"),
     "rannc": PartitionMethod("rannc", chooses_stages=True),
     "weight-shares": PartitionMethod("weight_shares", searched=False),
     "autopipe-planner": PartitionMethod("autopipe_planner", searched=False),

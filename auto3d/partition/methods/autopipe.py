@@ -20,8 +20,8 @@ def choose_stages(problem: StageProblem) -> tuple[StagePlan, ...]:
 
     Raises PartitionError where there are too few operations, or where no partition fits the memory of the devices.
     """
-    check_enough(problem.before, problem.stages)
-    bounds = _balanced_cuts(problem.before, problem.messages, problem.stages, problem.earliest)
+    check_enough(problem.before[0], problem.stages)
+    bounds = _balanced_cuts(problem.before, problem.messages, problem.earliest)
     if bounds is None:
         raise PartitionError(
             f"{problem.stages} stages do not fit devices of {problem.memory_bytes / 2**30:.1f} GiB; "

@@ -12,7 +12,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
-from auto3d.partition.contiguous import cheapest_cuts, smallest_maximum
+from auto3d.partition.contiguous import Weights, balanced_cuts, lightest
 from auto3d.partition.problem import StageProblem
 from auto3d.partition.stage import check_enough
 from auto3d.plan import StagePlan, stages_between
@@ -26,25 +26,25 @@ def choose_stages(problem: StageProblem) -> tuple[StagePlan, ...]:
 
     Raises PartitionError where there are too few operations.
     """
-    check_enough(problem.before, problem.stages)
+    check_enough(problem.before[0], problem.stages)
     bounds = _shortest_pipeline(problem.before, problem.messages, problem.speeds, problem.micro_batches)
     return stages_between([problem.cuts[bound] for bound in bounds])
 
 
 def shortest_pipeline(
-    before: Sequence[float], messages: Sequence[float], speeds: Sequence[float], micro_batches: int
+    before_of: Weights, messages: Sequence[float], speeds: Sequence[float], micro_batches: int
 ) -> list[int]:
     """Places that bound the parts with the least (M - 1) max t + sum t + sum c; each part must take some time.
 
-    ``before`` has the seconds before each place on a device of speed 1, ``messages`` the seconds of a cut there, and
-    ``speeds`` the speed of each part's device.
+    ``before_of`` has, for each part, the seconds before each place on a device of speed 1, ``messages`` the seconds of
+    a cut there, and ``speeds`` the speed of each part's device.
     """
-    last, repeated = len(before) - 1, micro_batches - 1
+    last, repeated, light = len(messages) - 1, micro_batches - 1, lightest(before_of)
     fastest, cheapest = max(speeds), min(messages[1:last], default=0.0)
-    whole = (before[last] - before[0]) / fastest  # the least sum of stage times
-    bound = _balanced_objective(before, messages, speeds, micro_batches)
+    whole = (light[last] - light[0]) / fastest  # the sum of stage times is no less
+    bound = _balanced_objective(before_of, messages, speeds, micro_batches)
     best: dict[int, list[_Assignment]] = {0: [(0.0, 0.0, 0, None)]}  # place -> assignments that end there
-    for stage, speed in enumerate(speeds):
+    for stage, (before, speed) in enumerate(zip(before_of, speeds, strict=True)):
         reached: dict[int, list[_Assignment]] = {}
         left = len(speeds) - 1 - stage
         final = not left
@@ -52,13 +52,13 @@ def shortest_pipeline(
 
         def least_later(place: int, left: int = max(1, left)) -> float:
             """A lower bound of the slowest of the later stages."""
-            return (before[last] - before[place]) / fastest / left
+            return (light[last] - light[place]) / fastest / left
 
         first = bisect_left(range(last), True, key=lambda place: repeated * least_later(place) + whole <= bound)
         for place in [last] if final else range(max(1, first), last):
             candidates: list[_Assignment] = []
             least_slowest = least_later(place)
-            after = (before[last] - before[place]) / fastest + cheapest * max(0, left - 1)
+            after = (light[last] - light[place]) / fastest + cheapest * max(0, left - 1)
             message = 0.0 if final else messages[place]
             for start in reversed(starts[: bisect_left(starts, place)]):
                 time = (before[place] - before[start]) / speed
@@ -100,15 +100,12 @@ def _unbeaten(assignments: list[_Assignment]) -> list[_Assignment]:
 
 
 def _balanced_objective(
-    before: Sequence[float], messages: Sequence[float], speeds: Sequence[float], micro_batches: int
+    before: Weights, messages: Sequence[float], speeds: Sequence[float], micro_batches: int
 ) -> float:
     """The objective of parts that are balanced for equal speeds, rounded up a little: an upper bound of the best."""
-    anywhere = [[0] * len(before)] * len(speeds)
-    limit = smallest_maximum(before, anywhere)
-    assert limit is not None, "without a memory limit there is always a partition"
-    bounds = cheapest_cuts(before, messages, anywhere, limit)
-    assert bounds is not None
-    parts = zip(pairwise(bounds), speeds, strict=True)
-    times = [(before[last] - before[first]) / speed for (first, last), speed in parts]
+    bounds = balanced_cuts(before, messages)
+    assert bounds is not None, "without a memory limit there is always a partition"
+    parts = zip(before, pairwise(bounds), speeds, strict=True)
+    times = [(part[last] - part[first]) / speed for part, (first, last), speed in parts]
     total = (micro_batches - 1) * max(times) + sum(times) + sum(messages[place] for place in bounds[1:-1])
     return total * (1 + 1e-9)

@@ -31,8 +31,9 @@ def _uniform_stages(outline: Outline, stages: int) -> tuple[StagePlan, ...]:
         return stages_between([0, outline.positions[-1]])
     check_enough(outline.flops, stages)
     anywhere = [[0] * len(outline.positions)] * stages
-    best = smallest_maximum(outline.flops, anywhere)
+    flops = [outline.flops] * stages
+    best = smallest_maximum(flops, anywhere)
     assert best is not None, "without a memory limit there is always a partition"
-    bounds = cheapest_cuts(outline.flops, outline.sent, anywhere, best * (1 + TOLERANCE))
+    bounds = cheapest_cuts(flops, outline.sent, anywhere, best * (1 + TOLERANCE))
     assert bounds is not None
     return stages_between([outline.positions[bound] for bound in bounds])
