@@ -37,6 +37,9 @@ from auto3d.simulate.costs import Costs, MessageCost, SharedMachine
 from auto3d.simulate.memory_timeline import BytesOverTime
 from auto3d.simulate.simulate import Timeline, simulate
 
+Kept = Sequence[float | None]
+"""Per stage, the fraction of its forward that it does not recompute; None: it recomputes nothing."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTimes:
@@ -327,13 +330,11 @@ class CostModel:
             exposed=exposed,
         )
 
-    def pipeline_times(
-        self, plan: Plan, cuts: Sequence[int], *, kept: Sequence[float] = (), replicas: int = 1
-    ) -> PipelineTimes:
+    def pipeline_times(self, plan: Plan, cuts: Sequence[int], *, kept: Kept = (), replicas: int = 1) -> PipelineTimes:
         """The times of a pipeline with the degrees, placement and schedule of ``plan`` at any of ``cuts``.
 
-        The stages of ``plan`` do not matter. Each that recomputes is taken to keep the fraction of ``kept`` (default:
-        nothing) of its forward's seconds, and each to have ``replicas`` replicas.
+        The stages of ``plan`` do not matter. Each is taken to keep the fraction ``kept`` of its forward's seconds
+        (default: nothing where the schedule recomputes), and to have ``replicas`` replicas.
         """
         shape, traffic = shape_of(plan), self._traffic_of(plan)
         samples, divisor = self._work.slice_of(plan.micro_batch_size // shape.sample_parts, replicas)
@@ -342,9 +343,7 @@ class CostModel:
             keys = [(home, pipeline) for home in homes for pipeline in range(plan.dp)]
             link = min((traffic.tensor[key] for key in keys), key=_bandwidth) if plan.tp > 1 else None
             hardware.append((self.cluster.slowest(rank for key in keys for rank in traffic.ranks(*key)), link))
-        fractions = [
-            (kept[number] if kept else 0.0) if number in shape.recompute else None for number in range(shape.stages)
-        ]
+        fractions = kept or [0.0 if number in shape.recompute else None for number in range(shape.stages)]
         seconds = {
             (key, fraction): np.sum(
                 [

@@ -8,7 +8,7 @@ from typing import Any
 
 from auto3d.cost.memory.device import in_gib
 from auto3d.cost.memory.plan import PlanMemory
-from auto3d.cost.model import CostModel
+from auto3d.cost.model import CostModel, Kept
 from auto3d.errors import InputError
 from auto3d.partition.methods import METHODS, STAGE_METHODS, method_named
 from auto3d.partition.recompute import kept_fractions
@@ -144,16 +144,18 @@ class PlanMaker:
         """The Plan that ``make`` gives for ``candidate``, or the fastest by prediction of it and its rivals.
 
         The best stages one by one need not make the fastest pipeline: the times of filling and draining it, of messages
-        and of gradient sums depend on the cuts too. So where stages recompute unequally, the same method also cuts for
-        stages that recompute nothing, and a method may have another as its rival. ``check`` raises InputError for
-        a rival that is impossible.
+        and of gradient sums depend on the cuts too. So where stages recompute unequally, the same method also cuts as
+        if all of them recomputed everything, and a method may have another as its rival. ``check`` raises InputError
+        for a rival that is impossible.
         """
         plan, method = make(candidate), METHODS.get(candidate.partition)
-        if method is None or candidate.recompute == NONE or candidate.cuts is not None or candidate.replicas == UNEVEN:
+        if method is None or candidate.cuts is not None or candidate.replicas == UNEVEN:
+            return plan
+        if candidate.recompute == NONE and not shape_of(plan).recompute:
             return plan
         rivals: list[Callable[[], Plan]] = []
         if method.balances_time and candidate.recompute != AUTO and _recomputes_unequally(plan):
-            rivals.append(lambda: self._made(candidate, kept=(1.0,) * len(plan.stages)))
+            rivals.append(lambda: self._made(candidate, kept=(0.0,) * len(plan.stages)))
         if method.rival:
             rivals.append(lambda: make(replace(candidate, partition=method.rival)))
         found = [plan]
@@ -180,15 +182,15 @@ class PlanMaker:
         """``plan``, whose stages keep nothing, with the largest kept fractions that fit.
 
         A method that balances times cuts again for these fractions, which changes what fits, and so in turns until
-        neither moves: once from stages that keep nothing, and once from those that keep everything. The fastest of all
-        these plans is the result.
+        neither moves: once from ``plan``, and once from the cut for stages that all recompute everything. The fastest
+        of all these plans is the result.
         """
         if not METHODS[candidate.partition].balances_time:
             return largest_fraction(self._kept_fractions(plan), self._shortage, self._limits)
         found: list[Plan] = []
         cuts: list[tuple[StagePlan, ...]] = []
         refusals: list[PlanError] = []
-        for start in (plan, self._made(candidate, kept=(1.0,) * len(plan.stages))):
+        for start in (plan, self._made(candidate, kept=(0.0,) * len(plan.stages))):
             turn = start
             while turn.stages not in cuts and len(cuts) < _TURNS:
                 cuts.append(turn.stages)
@@ -238,7 +240,7 @@ class PlanMaker:
         candidate: Candidate,
         limits: Sequence[float] | None = None,
         excluded: Sequence[tuple[int, int, int]] = (),
-        kept: Sequence[float] = (),
+        kept: Kept = (),
     ) -> Plan:
         """The Plan of ``candidate``; with recompute auto, the one that keeps nothing, cut for stages that will keep the
         fractions ``kept``. A partition method that respects memory keeps to ``limits`` and ``excluded``, as
@@ -376,7 +378,7 @@ class PlanMaker:
         samples: int,
         limits: Sequence[float] | None,
         excluded: Sequence[tuple[int, int, int]],
-        kept: Sequence[float],
+        kept: Kept,
     ) -> tuple[StagePlan, ...]:
         cuts = self.planned.cuts(samples)
         if candidate.cuts is not None:
@@ -404,7 +406,7 @@ class PlanMaker:
         )
         return method.choose_stages(problem)
 
-    def _unevenly(self, candidate: Candidate, plan: Plan, form: Shape, samples: int, kept: Sequence[float]) -> Plan:
+    def _unevenly(self, candidate: Candidate, plan: Plan, form: Shape, samples: int, kept: Kept) -> Plan:
         """``plan`` with the stages and replicas whose slowest stage is as fast as possible, whatever the partition.
 
         RaNNC chooses them this way (Tanaka et al. 2021, algorithm 1) for given numbers of stages and devices.
@@ -461,13 +463,15 @@ def _may_fit_memory(candidate: Candidate) -> bool:
     return method is not None and method.fits_memory and candidate.cuts is None and candidate.replicas == EQUAL
 
 
-def _fractions(candidate: Candidate, form: Shape) -> Sequence[float]:
-    """The fraction that each stage keeps where it recomputes; empty: nothing, or as much as fits."""
-    if candidate.kept is not None:
-        return _checked_kept(candidate, form)
-    if candidate.recompute in (NONE, FULL, AUTO):
+def _fractions(candidate: Candidate, form: Shape) -> Kept:
+    """The fraction that each stage keeps, None if it does not recompute; empty: nothing, or as much as fits."""
+    if candidate.kept is None and candidate.recompute in (NONE, FULL, AUTO):
         return ()
-    return kept_fractions(form.in_flight, float(candidate.recompute))
+    if candidate.kept is None:
+        fractions: Sequence[float] = kept_fractions(form.in_flight, float(candidate.recompute))
+    else:
+        fractions = _checked_kept(candidate, form)
+    return [fraction if number in form.recompute else None for number, fraction in enumerate(fractions)]
 
 
 def _recomputes_unequally(plan: Plan) -> bool:

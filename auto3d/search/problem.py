@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from auto3d.cost.model import CostModel, PipelineTimes
+from auto3d.cost.model import CostModel, Kept, PipelineTimes
 from auto3d.partition.outline import Outline
 from auto3d.partition.recompute import keep_last
 from auto3d.plan import Plan, StagePlan
@@ -19,7 +19,7 @@ class CandidateProblem:
 
     ``limits`` has the bytes that each pipeline device may fill, infinite where unknown; None: all of them infinite.
     ``excluded`` has runs (stage, first position, last position) that are too large for a device together with its other
-    stages. ``kept`` has the fraction that each stage keeps if it recomputes the rest; empty: nothing.
+    stages. ``kept`` is as in ``CostModel.pipeline_times``.
     """
 
     planned: PlannedModel
@@ -29,7 +29,7 @@ class CandidateProblem:
     samples: int
     limits: Sequence[float] | None = None
     excluded: Sequence[tuple[int, int, int]] = ()
-    kept: Sequence[float] = ()
+    kept: Kept = ()
 
     @property
     def stages(self) -> int:
@@ -111,7 +111,7 @@ class CandidateProblem:
         if any(stage == number and first <= inner and outer <= last for stage, inner, outer in self.excluded):
             return False
         stage = StagePlan(operations=((first, last),))
-        if self.kept and number in self.shape.recompute:
-            stage = keep_last(stage, self.cuts[start:end], self.kept[number])
+        if self.kept and (fraction := self.kept[number]) is not None:
+            stage = keep_last(stage, self.cuts[start:end], fraction)
         needed = self.model.stage_memory(self.plan, number, stage)
         return all(size <= limits[device] for device, size in needed.items())

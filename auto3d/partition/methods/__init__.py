@@ -28,7 +28,7 @@ class PartitionMethod:
     searched: bool = True  # a search over all methods tries it; False: it only describes another system
     balances_time: bool = False  # its stages depend on StageProblem.before, so on what each stage recomputes
     fits_memory: bool = False  # the method respects StageProblem.earliest, the memory limit of the devices
-    rival: str = ""  # a search takes the stages of this method instead where it predicts that they are faster
+    rival: str = ""  # where stages recompute, a search takes those of this method instead if it predicts less time
 
     @cached_property
     def choose_stages(self) -> Callable[[StageProblem], tuple[StagePlan, ...]]:

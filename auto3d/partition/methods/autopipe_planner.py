@@ -25,11 +25,15 @@ Bounds = tuple[int, ...]  # of the stages, in blocks
 
 
 def choose_stages(problem: StageProblem) -> tuple[StagePlan, ...]:
-    """The stages that are fastest by the planner's simulation; raises PartitionError where there are too few blocks."""
-    check_enough(problem.before, problem.stages)
-    ends = [0, *(cut for cut, time in enumerate(problem.before[1:], 1) if time > problem.before[cut - 1])]
-    ends[-1] = len(problem.before) - 1
-    bounds = fastest_bounds(tuple(problem.before[cut] for cut in ends), problem.stages)
+    """The stages that are fastest by the planner's simulation; raises PartitionError where there are too few blocks.
+
+    All stages recompute what the first one does: the planner knows 1F1B alone.
+    """
+    before = problem.before[0]
+    check_enough(before, problem.stages)
+    ends = [0, *(cut for cut, time in enumerate(before[1:], 1) if time > before[cut - 1])]
+    ends[-1] = len(before) - 1
+    bounds = fastest_bounds(tuple(before[cut] for cut in ends), problem.stages)
     return stages_between([problem.cuts[ends[bound]] for bound in bounds])
 
 

@@ -1,8 +1,9 @@
 """AMP's layer assignment: the contiguous stages with the shortest pipeline (Li et al. 2022, section 4.3, ``pipe_dp``).
 
-It minimises objective (4): (M - 1) max t + sum t + sum c, for M micro-batches, stage times t and message times c
-between neighbouring stages. AMP's algorithm tries every possible value of the maximum. This one keeps, for each number
-of stages and each position, the assignments that no other beats in both the maximum and the rest. Both are exact.
+It minimises objective (4): (M - 1) max t + sum t + sum c, for M micro-batches, stage times t, each with what its stage
+recomputes, and message times c between neighbouring stages. AMP's algorithm tries every possible value of the maximum.
+This one keeps, for each number of stages and each position, the assignments that no other beats in both the maximum and
+the rest. Both are exact.
 """
 
 from bisect import bisect_left
