@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from auto3d.capture.skeleton import seed_all
-from auto3d.data import Batches, BatchSlice, DataSettings, Reading
+from auto3d.data import BatchSlice, DataSettings, Reading
 from auto3d.errors import InputError
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
@@ -40,6 +40,7 @@ class UnevenLabels:
     may_ignore_targets: bool = True
     has_targets: bool = True  # False: all labels are ignored
     incomplete: None = None
+    read_once: bool = False
 
     def reads(self, names: Collection[str]) -> bool:
         return self.data.reads(names)
@@ -51,7 +52,7 @@ class UnevenLabels:
 class UnevenBatches:
     def __init__(self, labels: UnevenLabels, part: BatchSlice) -> None:
         self._labels, self._part = labels, part
-        self._batches = Batches(labels.data, **vars(part))
+        self._batches = labels.data.micro_batches(part)
 
     def read(self, iteration: int, index: int, names: Collection[str]) -> Reading:
         reading = self._batches.read(iteration, index, names)
