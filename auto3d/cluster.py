@@ -44,11 +44,14 @@ class Accelerator:
     micro_batch_s: float = 0.0  # host time for each micro-batch of a stage, in addition to its operations
     iteration_s: float = 0.0  # fixed time of each iteration: loss scale, gradient norm, data
     update_s: float | None = None  # optimizer's update of one parameter; None: computed from its memory traffic
+    sync_start_s: float = 0.0  # time that the device does not compute, to start the sum of a stage's gradients
+    sync_slowdown: float = 0.0  # fraction by which compute takes longer while such a sum is under way beside it
 
     def __post_init__(self) -> None:
         for name in ("peak_flops", "memory_bandwidth", "matrix_efficiency", "memory_efficiency"):
             _check(f"accelerator {self.name}: {name}", getattr(self, name), above_zero=True)
-        for name in ("half_flops", "launch_s", "collective_launch_s", "micro_batch_s", "iteration_s"):
+        not_negative = ("half_flops", "launch_s", "collective_launch_s", "micro_batch_s", "iteration_s")
+        for name in (*not_negative, "sync_start_s", "sync_slowdown"):
             _check(f"accelerator {self.name}: {name}", getattr(self, name), above_zero=False)
         for _, rate in self.unaligned:
             _check(f"accelerator {self.name}: unaligned", rate, above_zero=True)

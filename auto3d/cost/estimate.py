@@ -26,7 +26,7 @@ class Estimate:
     compute_s: float  # compute of the busiest device, including recomputation
     tensor_s: float  # tensor-parallel collectives that compute does not hide
     message_s: float  # messages between stages that compute does not hide
-    sync_s: float  # gradient syncs that compute does not hide
+    sync_s: float  # gradient syncs that compute does not hide, and what the others cost the compute beside them
     update_s: float
     bubble_s: float
     """Time in which the busiest device waits. Those of an asynchronous schedule's fill and drain are divided by the

@@ -259,6 +259,7 @@ class CostModel:
             for number in (boundary, boundary + 1):
                 forward[number] = [time + handling for time in forward[number]]
                 backward[number] = [time + handling for time in backward[number]]
+        kinds = [traffic.accelerator((device,), pipeline) for device in range(shape.devices)]
         whole = tuple(map(sum, backward))
         weight = tuple(sum(one.weight for one in each) for each in passes)
         exposed = [tuple(map(sum, zip(*(one.exposed for one in each), strict=True))) for each in passes]
@@ -277,6 +278,8 @@ class CostModel:
             speed=(1.0,) * shape.devices,
             overlap=self.training.overlap,
             shared_machines=self._sharing(plan) if self._has_slowdown else (),
+            sync_start=tuple(kind.sync_start_s for kind in kinds),
+            sync_slowdown=tuple(kind.sync_slowdown for kind in kinds),
             exposed_forward=tuple(each[0] for each in exposed if each),
             exposed_backward=tuple(each[1] for each in exposed if each),
             exposed_recompute=tuple(each[2] for each in exposed if each),

@@ -15,6 +15,7 @@ from auto3d.errors import InputError
 from auto3d.share import WHOLE, Share
 
 SCHEMA = 2
+MOST_LOST = 0.9  # of the time of a sum, the largest part that compute may lose by its slowdown; the rest is its start
 
 
 class ProfileError(InputError):
@@ -106,6 +107,28 @@ class MessageTimes:
         return _line(self.sizes, self.processor_s)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SumTimes:
+    """Sums of gradients among all ranks of a node, each beside compute of every rank that outlasts it."""
+
+    sizes: tuple[int, ...]  # bytes
+    seconds: tuple[float, ...]  # time of the sum without compute beside it
+    lost_s: tuple[float, ...]  # by how much the sum delays the compute
+
+    @property
+    def start_and_slowdown(self) -> tuple[float, float]:
+        """``sync_start_s`` and ``sync_slowdown`` of an Accelerator, with the least errors relative to the sums' times.
+
+        A sum of t seconds delays compute that it slows by the fraction s by t s / (1 + s), and by its start.
+        """
+        from scipy.optimize import lsq_linear  # slow to import, and plans on figures of recipes do not need it
+
+        rates = 1 / np.array(self.seconds)
+        columns = np.stack([rates, np.ones(len(rates))], axis=1)
+        start, share = lsq_linear(columns, np.array(self.lost_s) * rates, bounds=([0, 0], [np.inf, MOST_LOST])).x
+        return float(start), float(share / (1 - share))
+
+
 def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """(seconds of an empty message, seconds per byte): the non-negative line with the least relative errors."""
     from scipy.optimize import nnls  # slow to import, and predictions do not need it
@@ -132,6 +155,7 @@ class Profile:
     collectives: NodeCollectives | None  # None where a node has one device
     update_s: float  # seconds per parameter of the optimizer's update, the gradient norm and the zeroing of gradients
     candidates: tuple[CandidateTimes, ...] = ()  # one entry per micro-batch size, if RaNNC's candidate stages were run
+    sums: SumTimes | None = None  # None where a node has one device, or in a profile of an earlier version
     schema: int = SCHEMA
 
     def to_json(self) -> str:
@@ -174,8 +198,11 @@ class Profile:
 
     def measured(self, cluster: Cluster) -> Cluster:
         """``cluster`` with the measured figures of its nodes in place of those of its recipe."""
+        beside: dict[str, float] = {}
+        if self.sums is not None:
+            beside = dict(zip(("sync_start_s", "sync_slowdown"), self.sums.start_and_slowdown, strict=True))
         accelerators = {
-            kind: replace(kind, update_s=self.update_s, iteration_s=0.0, micro_batch_s=0.0)
+            kind: replace(kind, update_s=self.update_s, iteration_s=0.0, micro_batch_s=0.0, **beside)
             for kind in {node.accelerator for node in cluster.nodes}
         }
         handling = (0.0, 0.0)

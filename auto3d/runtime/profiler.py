@@ -1,11 +1,13 @@
 """Measure a machine for the cost model.
 
 Measured are the subgraphs of a model, on one rank while the others are idle; the slowdown while several ranks compute;
-messages and collectives between ranks; and the optimizer's update. All ranks of one node call ``measure`` together.
+messages and collectives between ranks; sums of gradients beside compute; and the optimizer's update. All ranks of one
+node call ``measure`` together.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -15,7 +17,7 @@ from torch import nn
 
 from auto3d.capture.shard import Shard
 from auto3d.cluster import NodeCollectives
-from auto3d.cost.profile import CandidateTimes, MessageTimes, ModelTimes
+from auto3d.cost.profile import CandidateTimes, MessageTimes, ModelTimes, SumTimes
 from auto3d.cost.work import exchanges_of
 from auto3d.data import Batches, DataSettings
 from auto3d.derived.local_graph import local_graphs
@@ -37,6 +39,7 @@ from auto3d.runtime.subgraph_timing import (
     time_passes,
     time_subgraph,
 )
+from auto3d.runtime.sum_timing import time_sums
 from auto3d.runtime.world import World, join
 from auto3d.tensor.conversions import Collective
 
@@ -53,6 +56,7 @@ class MachineTimes:
     slowdown: tuple[float, ...]  # slowdown[n - 1]: how much longer a rank computes while n ranks do
     messages: MessageTimes | None  # None on a single rank
     collectives: NodeCollectives | None  # None on a single rank
+    sums: SumTimes | None  # None on a single rank
     update_s: float  # the optimizer's update of one parameter
 
 
@@ -61,7 +65,7 @@ Report = Callable[[str], None]  # called with the name of each measurement that 
 
 def num_reports(models: Sequence[ModelSubgraphs]) -> int:
     """How many times ``measure`` calls ``report``."""
-    return sum(len(model.distinct) for model in models) * ROUNDS + 4
+    return sum(len(model.distinct) for model in models) * ROUNDS + 5
 
 
 def measure(
@@ -88,6 +92,7 @@ def measure(
         slowdown=profiler.slowdown(),
         messages=profiler.messages() if world.size > 1 else None,
         collectives=profiler.collectives() if world.size > 1 else None,
+        sums=profiler.sums() if world.size > 1 else None,
         update_s=profiler.update_s(),
     )
 
@@ -214,8 +219,7 @@ class _Profiler:
         It follows from how often the ranks get through the subgraphs of the largest micro-batch in equal times.
         """
         size = self._ranks.world.size
-        whole = [model for model in self._models if model.derived is None]
-        runs = self._runs(max(whole, key=lambda model: model.captured.graph.micro_batch_size))
+        runs = self._largest_runs()
         counts = rank_counts(size, least=1)
         rates = dict.fromkeys(counts, 0.0)
         for _ in range(ROUNDS):
@@ -243,6 +247,12 @@ class _Profiler:
         self._report("collectives")
         return times
 
+    def sums(self) -> SumTimes:
+        """Sums beside the subgraphs of the largest micro-batch."""
+        times = time_sums(self._ranks, [partial(_forward_and_backward, run) for run in self._largest_runs()])
+        self._report("sums of gradients beside compute")
+        return times
+
     def update_s(self) -> float:
         """Seconds per parameter of the executor's update: zero, norm and scale the gradients, and run the optimizer."""
         ranks, timeout_s = self._ranks, self._settings.timeout_s
@@ -268,6 +278,11 @@ class _Profiler:
         elements = sum(parameter.numel() for parameter in self._trained.values())
         return ranks.of_rank_0(median(times[1:]) if times else 0.0) / elements
 
+    def _largest_runs(self) -> list[SubgraphRun]:
+        """The subgraphs of the largest micro-batch, without tensor parallelism."""
+        whole = [model for model in self._models if model.derived is None]
+        return self._runs(max(whole, key=lambda model: model.captured.graph.micro_batch_size))
+
     def _runs(self, model: ModelSubgraphs, *, split: bool = False) -> list[SubgraphRun]:
         samples = model.captured.graph.micro_batch_size
         batches = Batches(self._data, seed=0, global_batch=samples, micro_batch_size=samples)
@@ -283,8 +298,7 @@ class _Profiler:
         while done < MIN_REPETITIONS or self._now() < begin + LOAD_S:
             for _ in range(self._ranks.clock.queued):
                 for run in runs:
-                    run.forward()
-                    run.backward()
+                    _forward_and_backward(run)
             done += self._ranks.clock.queued
         return done / (self._now() - begin)
 
@@ -292,3 +306,8 @@ class _Profiler:
         """Host time in seconds, once the device is idle."""
         self._ranks.clock.settle()
         return perf_counter()
+
+
+def _forward_and_backward(run: SubgraphRun) -> None:
+    run.forward()
+    run.backward()

@@ -15,6 +15,7 @@ SHADE = {
     Kind.BACKWARD_WEIGHT: 1,
     Kind.BACKWARD: 2,
     Kind.BACKWARD_INPUT: 2,
+    Kind.SYNC: 1,
     Kind.UPDATE: 2,
 }
 WORDS = {
@@ -23,6 +24,7 @@ WORDS = {
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "backward, input half",
     Kind.BACKWARD_WEIGHT: "backward, weight half",
+    Kind.SYNC: "start of a gradient sync",
     Kind.UPDATE: "update",
 }
 

@@ -60,6 +60,9 @@ class Costs:
     speed: tuple[float, ...]  # per device
     overlap: bool = True  # messages overlap compute; if False, they occupy their sender and their receiver
     shared_machines: tuple[SharedMachine, ...] = ()  # machines on which devices slow each other down
+    # Per device, what all-reduces cost the compute beside them; empty: nothing.
+    sync_start: tuple[float, ...] = ()  # time of an S, whatever the speed
+    sync_slowdown: tuple[float, ...] = ()  # operations take 1 + this times as long while an all-reduce runs
     # Tensor-parallel collectives that no compute hides, as parts of the times above; empty: none.
     exposed_forward: tuple[float, ...] = ()
     exposed_backward: tuple[float, ...] = ()  # also part of ``backward_input``
@@ -77,6 +80,12 @@ class Costs:
             _check_times(name, getattr(self, name))
         for name in ("exposed_forward", "exposed_backward", "exposed_recompute"):
             _check_times(name, getattr(self, name))
+        for name in ("sync_start", "sync_slowdown"):
+            for device, value in enumerate(getattr(self, name)):
+                if not (isfinite(value) and value >= 0):
+                    raise InputError(f"costs: {name} of device {device} is {value:g}; it must be 0 or more")
+            if self.by_operation and any(getattr(self, name)):
+                raise InputError(f"costs: by_operation has measured times, which have {name} in them; leave it out")
         _check_slices("forward", self.forward, self.forward_of_slice)
         _check_slices("backward", self.backward, self.backward_of_slice)
         for name in ("latency", "forward", "backward"):
@@ -89,7 +98,7 @@ class Costs:
                 raise InputError(f"costs: speed of device {device} is {speed}; it must be more than 0")
 
     def times_of(self, kind: Kind) -> tuple[float, ...]:
-        """The times of one kind of operation, per stage. S itself takes no time: its all-reduce overlaps compute."""
+        """The times of one kind of operation, per stage. That of S depends on the device alone: see ``sync_start``."""
         return {
             Kind.FORWARD: self.forward,
             Kind.RECOMPUTE: self.recompute,
@@ -115,6 +124,7 @@ class Costs:
         lengths = dict.fromkeys(
             ("forward", "backward", "backward_input", "backward_weight", "recompute", "sync", "update"), schedule.stages
         ) | {"messages": schedule.stages - 1, "speed": schedule.devices}
+        lengths |= {name: schedule.devices for name in ("sync_start", "sync_slowdown") if getattr(self, name)}
         for name, length in lengths.items():
             count = len(getattr(self, name))
             if count != length:

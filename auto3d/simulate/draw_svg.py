@@ -104,10 +104,8 @@ def _cells(svg: ElementTree.Element, timeline: Timeline, scale: float) -> None:
     inside = recomputed_inside(timeline.schedule)
     _, tint_of = tints(timeline.schedule)
     for number, operation in enumerate(timeline.operations):
-        if operation.kind is Kind.SYNC:
-            continue
         start, end = timeline.start[number], timeline.end[number]
-        if operation.kind is Kind.UPDATE and end == start:
+        if operation.kind in (Kind.SYNC, Kind.UPDATE) and end == start:
             continue
         x, width = LEFT + start * scale, (end - start) * scale
         top = TOP + timeline.device_of(operation) * ROW
@@ -125,7 +123,7 @@ def _cells(svg: ElementTree.Element, timeline: Timeline, scale: float) -> None:
         exposed = exposed_collectives(timeline, number, recomputes=number in inside) * scale
         if exposed:
             _rect(cell, x + width - exposed, top, exposed, CELL, fill=_COLLECTIVES)
-        label = micro_batch_label(timeline.schedule, operation) or "U"
+        label = micro_batch_label(timeline.schedule, operation) or str(operation.kind)
         rest = hatched if number in inside else 0.0
         free = width - rest - exposed
         if len(label) * DIGIT <= free:
@@ -208,6 +206,8 @@ def _legend(svg: ElementTree.Element, timeline: Timeline, y: float, width: float
     kinds = {operation.kind for operation in timeline.operations}
     if timeline.makespan and not any(timeline.costs.update):
         kinds.discard(Kind.UPDATE)
+    if not any(timeline.costs.sync_start):
+        kinds.discard(Kind.SYNC)
     word, tint_of = tints(timeline.schedule)
     count = 1 + max(tint_of.values())
     inside = bool(recomputed_inside(timeline.schedule))

@@ -50,7 +50,7 @@ def draw_terminal(timeline: Timeline, *, width: int, colour: bool) -> Text:
             exposed = exposed_collectives(timeline, number, recomputes=number in inside)
             exchanging = min(round(exposed / cell), end - start - recomputed - 1)
             computing = end - start - recomputed - exchanging
-            label = _fitting(micro_batch_label(schedule, operation) or "U", computing)
+            label = _fitting(micro_batch_label(schedule, operation) or str(operation.kind), computing)
             filler = _RECOMPUTE if operation.kind is Kind.RECOMPUTE else " "
             row[start:end] = _RECOMPUTE * recomputed + label.ljust(computing, filler) + _COLLECTIVES * exchanging
             style = _style(operation.kind, tint_of[operation.stage, operation.pipe])

@@ -7,7 +7,7 @@ from functools import cached_property
 from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.operation import Operation, Schedule
 from auto3d.simulate.costs import Costs
-from auto3d.simulate.shared_machines import run_shared
+from auto3d.simulate.slowed import run_slowed
 from auto3d.simulate.work import DeviceWork, NumberedSchedule, lay_out, sync_groups
 
 
@@ -19,7 +19,7 @@ class Sync:
     """
 
     stage: int
-    started: dict[int, float]  # device -> time at which it has started the all-reduce
+    started: dict[int, float]  # device -> time at which it has started the all-reduce: the end of its S
     begin: float
     end: float
 
@@ -74,6 +74,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
       before the sender begins.
     - The all-reduce of a stage's gradients overlaps compute. It begins when all its devices have started it (S); the
       all-reduces of one device run one after the other, in the order in which it started them.
+    - An S takes ``costs.sync_start`` of its device's own time, whatever runs beside it; none if its all-reduce takes no
+      time. While an all-reduce runs, from its begin to its end, all operations of its devices but S take
+      1 + ``costs.sync_slowdown`` times as long; several at once slow a device as much as one. The all-reduce takes as
+      long whatever runs beside it.
     - An update (U) waits for all all-reduces that its device has started.
     - Devices that share the processors of a machine slow each other down while they compute.
 
@@ -82,8 +86,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     costs.check_fit(schedule)
     work = lay_out(schedule, costs)
     numbered = work.numbered
-    if costs.shared_machines:
-        start, end, arrival, position = run_shared(work, costs)
+    if costs.shared_machines or any(costs.sync_slowdown):
+        start, end, arrival, position = run_slowed(work, costs)
         spans = [(number, number + 1) for number in sorted(range(len(work.steps)), key=lambda n: (end[n], start[n], n))]
     else:
         start, end, arrival, position, spans = _run_independent(work, overlap=costs.overlap)

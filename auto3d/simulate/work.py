@@ -105,7 +105,8 @@ class _Steps(dict[_StepKey, Step]):
         kind, stage, pipe, count, part = key
         device = self.schedule.device_of[stage, pipe]
         if kind is Kind.SYNC:
-            step = 0.0, self.costs.sync[stage], -1, 0.0
+            time = self.costs.sync[stage]
+            step = self.costs.sync_start[device] if time and self.costs.sync_start else 0.0, time, -1, 0.0
         elif kind is Kind.UPDATE:
             step = self.costs.update[stage] / self.costs.speed[device], 0.0, -1, 0.0
         else:

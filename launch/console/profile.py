@@ -99,6 +99,10 @@ def _table(profile: Profile) -> str:
             size, longest = times.sizes[-1], seconds[-1]
             rate = _rate(_bus_bandwidth(ranks, size, longest, passes))
             figures.append((f"{name} of {ranks}", rate, f"bus bandwidth at {size / 2**20:.0f} MiB"))
+    if profile.sums:
+        start_s, slowdown = profile.sums.start_and_slowdown
+        how = f"longer takes compute beside a gradient sum, plus {1e6 * start_s:.0f} µs for its start"
+        figures.append(("sum beside compute", f"{slowdown:.1%}", f"{how}; least squares over sizes"))
     figures.append(("update", f"{1e9 * profile.update_s:.2f} ns", "per parameter, with gradient norm and zeroing"))
     if profile.candidates:
         each, distinct = len(profile.candidates[0].kinds), sum(len(size.forward_s) for size in profile.candidates)

@@ -84,6 +84,7 @@ def measure_profile(
         slowdown=measured.slowdown,
         messages=measured.messages,
         collectives=measured.collectives,
+        sums=measured.sums,
         update_s=measured.update_s,
     )
 

@@ -100,6 +100,14 @@ class AcceleratorRecipe:
         0.0, "microseconds of host time per micro-batch of a stage, in addition to its operations", least=0
     )
     iteration_ms: float = key(0.0, "milliseconds that every iteration takes in addition, whatever its size", least=0)
+    sync_start_ms: float = key(
+        0.0, "milliseconds of compute that a device loses when it starts the sum of a stage's gradients", least=0
+    )
+    sync_slowdown: float = key(
+        0.0,
+        "fraction by which compute takes longer while a sum of gradients runs beside it: at 0.1, 1.1 times as long",
+        least=0,
+    )
     fitted_to: str = key(
         "",
         "system on whose iterations these figures were fitted; empty: they are those of a data sheet or of single "

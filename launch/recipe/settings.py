@@ -138,6 +138,8 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: 
         crossing_launch_s=None if values.crossing_launch_us is None else values.crossing_launch_us / 1e6,
         micro_batch_s=values.micro_batch_us / 1e6,
         iteration_s=values.iteration_ms / 1e3,
+        sync_start_s=values.sync_start_ms / 1e3,
+        sync_slowdown=values.sync_slowdown,
     )
 
 

@@ -30,7 +30,7 @@ class TimelineOperations:
     kind: list[str]  # values of Kind
     stage: list[int]
     pipe: list[int]
-    micro_batch: list[int]  # number of the first one; -1 for an update
+    micro_batch: list[int]  # number of the first one; -1 for an update or a sync
     label: list[str]  # numbers of all its micro-batches
     exposed: list[float]  # part of the duration in which tensor-parallel collectives are not hidden
 
@@ -88,7 +88,7 @@ def detail_of(row: int, plan: Plan, model: CostModel) -> PlanDetail:
         iterations=timeline.schedule.iterations,
         devices=devices,
         total_devices=timeline.schedule.devices,
-        total_operations=sum(operation.kind is not Kind.SYNC for operation in timeline.operations),
+        total_operations=sum(_has_cell(timeline, number) for number in range(len(timeline.operations))),
         gap=gap,
         operations=_columns(timeline, numbers),
         syncs=[
@@ -118,18 +118,18 @@ def _drawn_devices(count: int) -> list[int]:
 
 def _drawn_operations(timeline: Timeline, devices: list[int]) -> tuple[list[int], tuple[float, float] | None]:
     """The numbers of the operations to draw, by start, and the seconds between which some are left out."""
-    numbers = [
-        number
-        for device in devices
-        for number in timeline.numbers(device)
-        if timeline.operations[number].kind is not Kind.SYNC
-    ]
+    numbers = [number for device in devices for number in timeline.numbers(device) if _has_cell(timeline, number)]
     numbers.sort(key=lambda number: (timeline.start[number], number))
     if len(numbers) <= OPERATIONS:
         return numbers, None
     half = OPERATIONS // 2
     gap = timeline.start[numbers[half]], timeline.start[numbers[-half]]
     return numbers[:half] + numbers[-half:], gap
+
+
+def _has_cell(timeline: Timeline, number: int) -> bool:
+    """Whether a timeline has a cell for the operation: not for a sync that takes its device no time to start."""
+    return timeline.operations[number].kind is not Kind.SYNC or timeline.end[number] > timeline.start[number]
 
 
 def _columns(timeline: Timeline, numbers: list[int]) -> TimelineOperations:

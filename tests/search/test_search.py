@@ -285,6 +285,9 @@ def test_no_simulation_beats_its_bound(name):
                     seconds = simulate(schedule, costs).makespan / schedule.iterations
                     bound = least_s(form, costs)
                     assert bound <= seconds, (devices, micro_batches, options)
+                    beside = {"sync_start": (0.3,) * form.devices, "sync_slowdown": (0.7,) * form.devices}
+                    slowed = simulate(schedule, replace(costs, **beside)).makespan / schedule.iterations
+                    assert slowed >= seconds * (1 - 1e-9), "what an all-reduce costs compute only adds time"
                     tightest = max(tightest, bound / seconds)
     assert tightest > 0.4
 

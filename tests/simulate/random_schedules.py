@@ -97,7 +97,9 @@ def random_schedule(chance: random.Random, *, slices: int = 1) -> Schedule:
     )
 
 
-def random_costs(chance: random.Random, schedule: Schedule) -> Costs:
+def random_costs(chance: random.Random, schedule: Schedule, *, sums_cost: bool = False) -> Costs:
+    """Random costs; with ``sums_cost`` those of all-reduces beside compute, too."""
+
     def times(count: int, scale: float = 1.0) -> tuple[float, ...]:
         return tuple(scale * chance.choice([0.0, 1.0, chance.random()]) for _ in range(count))
 
@@ -130,6 +132,8 @@ def random_costs(chance: random.Random, schedule: Schedule) -> Costs:
         ),
         speed=tuple(chance.choice([1.0, 0.5 + chance.random()]) for _ in range(schedule.devices)),
         overlap=chance.random() < 0.7,
+        sync_start=times(schedule.devices, 0.3) if sums_cost else (),
+        sync_slowdown=times(schedule.devices, 2) if sums_cost else (),
     )
 
 

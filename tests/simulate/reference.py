@@ -1,4 +1,9 @@
-"""The rules of the simulator, written one by one without regard to speed; tests compare the two."""
+"""The rules of the simulator, written one by one without regard to speed; tests compare the two.
+
+When all-reduces slow what runs beside them, the times of operations follow from those of all-reduces and these from
+those. The reference begins without all-reduces, and computes one from the other until nothing changes: an all-reduce
+changes only what comes after its begin, so each round settles at least the first one that is not settled yet.
+"""
 
 from functools import cache
 
@@ -6,10 +11,31 @@ from auto3d.schedule.operation import Kind, Schedule
 from auto3d.simulate.costs import Costs
 
 Place = tuple[int, int]  # device, and index in its list
+Times = dict[Place, tuple[float, float]]  # start and end of each operation
+Sums = list[list[tuple[float, float]]]  # per device, begin and end of its all-reduces
 
 
-def reference_times(schedule: Schedule, costs: Costs) -> dict[Place, tuple[float, float]]:
+def reference_times(schedule: Schedule, costs: Costs) -> Times:
     """(device, index) -> start and end of the operation."""
+    sums: Sums = [[] for _ in range(schedule.devices)]
+    for _ in range(1 + sum(o.kind is Kind.SYNC for row in schedule.operations for o in row)):
+        times, found = _times_beside(sums, schedule, costs)
+        if not any(costs.sync_slowdown) or _close(sums, found):
+            return times
+        sums = found
+    raise AssertionError("the times of all-reduces do not settle")
+
+
+def _close(some: Sums, others: Sums) -> bool:
+    return all(
+        len(one) == len(other)
+        and all(abs(a - b) < 1e-11 for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def _times_beside(sums: Sums, schedule: Schedule, costs: Costs) -> tuple[Times, Sums]:
+    """The times of operations that run beside ``sums``, and the all-reduces that follow from these times."""
     places = [
         (device, index) for device, operations in enumerate(schedule.operations) for index in range(len(operations))
     ]
@@ -50,7 +76,8 @@ def reference_times(schedule: Schedule, costs: Costs) -> dict[Place, tuple[float
         operation = at(place)
         stage, speed = operation.stage, costs.speed[place[0]]
         if operation.kind == "S":
-            return 0.0
+            replaced = any(p[0] == place[0] and p[1] > place[1] for p in members(place))
+            return costs.sync_start[place[0]] if costs.sync_start and costs.sync[stage] and not replaced else 0.0
         if operation.kind == "U":
             return costs.update[stage] / speed
         of_slice = {"F": costs.forward_of_slice, "B": costs.backward_of_slice}.get(operation.kind)
@@ -135,6 +162,22 @@ def reference_times(schedule: Schedule, costs: Costs) -> dict[Place, tuple[float
 
     @cache
     def end(place: Place) -> float:
-        return start(place) + duration(place)
+        """All changes of speed one by one: the begins and ends of the all-reduces of the device."""
+        now, left = start(place), duration(place)
+        if at(place).kind == "S":
+            return now + left
+        factor = 1 + costs.sync_slowdown[place[0]] if costs.sync_slowdown else 1.0
+        beside = sums[place[0]]
+        for change in sorted({time for interval in beside for time in interval if time > now}):
+            slowdown = factor if any(begin <= now < end for begin, end in beside) else 1.0
+            if now + left * slowdown <= change:
+                return now + left * slowdown
+            now, left = change, left - (change - now) / slowdown
+        return now + left
 
-    return {place: (start(place), end(place)) for place in places}
+    found: Sums = [[] for _ in range(schedule.devices)]
+    for place in places:
+        time = costs.sync[at(place).stage]
+        if at(place).kind == "S" and time:
+            found[place[0]].append((all_reduce_end(place) - time, all_reduce_end(place)))
+    return {place: (start(place), end(place)) for place in places}, found

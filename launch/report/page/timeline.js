@@ -2,9 +2,10 @@
 
 const KINDS = {
   F: ["forward", 0], R: ["recomputation", 1], B: ["backward", 2], I: ["backward, input half", 2],
-  W: ["backward, weight half", 1], U: ["update", 3],
+  W: ["backward, weight half", 1], S: ["start of a gradient sync", 3], U: ["update", 3],
 };
-const KIND_COLOURS = { F: "#77aadd", R: "#99ddff", B: "#ee8866", I: "#ee8866", W: "#eedd88", U: "#44bb99" };
+const KIND_COLOURS = { F: "#77aadd", R: "#99ddff", B: "#ee8866", I: "#ee8866", W: "#eedd88", S: "#b03060", U: "#44bb99" };
+const WITHOUT_BATCH = "SU"; // kinds that belong to no micro-batch
 const LIGHTNESS = [78, 70, 56];
 const GOLDEN = 137.508; // degrees between the hues of neighbouring numbers
 const LABELLED = 600; // most operations with a label inside
@@ -16,8 +17,7 @@ const detailOf = (row) => JSON.parse(byId(`detail-${row}`).textContent);
 
 function operationColour(operations, index, mode) {
   const kind = operations.kind[index];
-  if (kind === "U") return KIND_COLOURS.U;
-  if (mode === "kind") return KIND_COLOURS[kind];
+  if (WITHOUT_BATCH.includes(kind) || mode === "kind") return KIND_COLOURS[kind];
   const number = { micro: operations.micro_batch, stage: operations.stage, pipe: operations.pipe }[mode][index];
   return `hsl(${(210 + number * GOLDEN) % 360}, 58%, ${LIGHTNESS[KINDS[kind][1]]}%)`;
 }
@@ -129,7 +129,7 @@ function describe(detail, mode, least, memory) {
   const legend = byId("timeline-legend"), operations = detail.operations;
   const shown = Object.keys(KINDS).filter((kind) => operations.kind.includes(kind));
   legend.replaceChildren(...shown.map((kind) => {
-    const shade = kind === "U" || mode === "kind" ? KIND_COLOURS[kind] : `hsl(210, 58%, ${LIGHTNESS[KINDS[kind][1]]}%)`;
+    const shade = WITHOUT_BATCH.includes(kind) || mode === "kind" ? KIND_COLOURS[kind] : `hsl(210, 58%, ${LIGHTNESS[KINDS[kind][1]]}%)`;
     return swatch(shade, KINDS[kind][0]);
   }));
   if (mode !== "kind") legend.append(element("span", {}, `hue: ${{ micro: "micro-batch", stage: "stage", pipe: "pipe" }[mode]}`));
