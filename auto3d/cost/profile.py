@@ -198,13 +198,14 @@ class Profile:
 
     def measured(self, cluster: Cluster) -> Cluster:
         """``cluster`` with the measured figures of its nodes in place of those of its recipe."""
-        beside: dict[str, float] = {}
-        if self.sums is not None:
-            beside = dict(zip(("sync_start_s", "sync_slowdown"), self.sums.start_and_slowdown, strict=True))
-        accelerators = {
-            kind: replace(kind, update_s=self.update_s, iteration_s=0.0, micro_batch_s=0.0, **beside)
-            for kind in {node.accelerator for node in cluster.nodes}
-        }
+        sums = None if self.sums is None else self.sums.start_and_slowdown
+
+        def measured(kind: Accelerator) -> Accelerator:
+            start_s, slowdown = sums or (kind.sync_start_s, kind.sync_slowdown)
+            kind = replace(kind, update_s=self.update_s, iteration_s=0.0, micro_batch_s=0.0)
+            return replace(kind, sync_start_s=start_s, sync_slowdown=slowdown)
+
+        accelerators = {kind: measured(kind) for kind in {node.accelerator for node in cluster.nodes}}
         handling = (0.0, 0.0)
         if self.messages is not None and self.setting.device == "cpu":
             handling = self.messages.handling

@@ -10,7 +10,17 @@ import pytest
 
 from auto3d.cluster import Accelerator, Cluster, CollectiveTimes, Node, NodeCollectives, place_ranks
 from auto3d.cost.model import CostModel
-from auto3d.cost.profile import CandidateTimes, MessageTimes, ModelTimes, Profile, ProfileError, Setting, SubgraphTimes
+from auto3d.cost.profile import (
+    MOST_LOST,
+    CandidateTimes,
+    MessageTimes,
+    ModelTimes,
+    Profile,
+    ProfileError,
+    Setting,
+    SubgraphTimes,
+    SumTimes,
+)
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import exchanges_of, work_of, work_of_local
 from auto3d.derived.local_graph import local_graphs
@@ -21,7 +31,7 @@ from auto3d.partition.methods.rannc.blocks import form_blocks
 from auto3d.partition.methods.rannc.candidates import candidate_stages
 from auto3d.partition.methods.rannc.operation_profile import OperationProfiles
 from auto3d.plan import Plan, stages_between
-from auto3d.runtime import link_timing, profiler, subgraph_timing
+from auto3d.runtime import link_timing, profiler, subgraph_timing, sum_timing
 from auto3d.runtime.distinct_subgraphs import distinct_stages, distinct_subgraphs
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.profiler import MachineTimes, NamedStages, measure, measure_stages
@@ -55,6 +65,8 @@ def short(monkeypatch):
     monkeypatch.setattr(link_timing, "ALL_REDUCE_SIZES", (16, 4096))
     monkeypatch.setattr(link_timing, "SHARED_SIZES", (4096,))
     monkeypatch.setattr(link_timing, "MESSAGE_SIZES", (1024, 65536))
+    monkeypatch.setattr(sum_timing, "SUM_SIZES", (4096, 65536))
+    monkeypatch.setattr(sum_timing, "REPETITIONS", 2)
 
 
 def measured(models, data) -> MachineTimes:
@@ -97,6 +109,9 @@ def test_a_real_profile(name, short):
     for times in (found.collectives.all_reduce, found.collectives.all_gather, found.collectives.reduce_scatter):
         assert min(times.seconds[0]) > 0
     assert found.messages.link.bandwidth > 0
+    assert found.sums.sizes == (4096, 65536)
+    assert min(found.sums.seconds) > 0
+    assert min(found.sums.lost_s) >= 0
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, *soak(False)])
@@ -199,6 +214,29 @@ def made_up(sizes=(2, 4)) -> Profile:
 def test_json_and_back():
     profile = made_up()
     assert Profile.from_json(profile.to_json()) == profile
+    profile = replace(profile, sums=SumTimes(sizes=(1, 2), seconds=(1.0, 2.0), lost_s=(0.0, 0.5)))
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize(("start", "slowdown"), [(0.0, 0.0), (0.002, 0.0), (0.0, 0.5), (0.003, 1.0)])
+def test_the_cost_of_sums_beside_compute_is_read_off_delays(start, slowdown):
+    seconds = (0.001, 0.004, 0.1)
+    lost = tuple(start + time * slowdown / (1 + slowdown) for time in seconds)
+    sums = SumTimes(sizes=(1, 2, 3), seconds=seconds, lost_s=lost)
+    assert sums.start_and_slowdown == pytest.approx((start, slowdown), abs=1e-9)
+    nodes = (Node(devices=2, accelerator=Accelerator(sync_start_s=7.0, sync_slowdown=8.0)),)
+    cluster = Cluster(nodes=nodes, device="cpu")
+    (node,) = replace(made_up(), sums=sums).measured(cluster).nodes
+    assert (node.accelerator.sync_start_s, node.accelerator.sync_slowdown) == sums.start_and_slowdown
+    (node,) = made_up().measured(cluster).nodes
+    assert (node.accelerator.sync_start_s, node.accelerator.sync_slowdown) == (7.0, 8.0), "those of the recipe"
+
+
+def test_delays_longer_than_the_sums_leave_a_finite_slowdown():
+    sums = SumTimes(sizes=(1, 2), seconds=(0.1, 0.2), lost_s=(0.11, 0.22))
+    start, slowdown = sums.start_and_slowdown
+    assert slowdown == pytest.approx(MOST_LOST / (1 - MOST_LOST), rel=1e-3)
+    assert 0 < start < 0.04
 
 
 def test_times_of_candidate_stages_are_linear_between_sizes():

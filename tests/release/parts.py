@@ -85,6 +85,7 @@ PARTS = (
     _benchmark("simulate", 3, "auto3d/schedule", "auto3d/simulate"),
     _benchmark("sub_pipelined", 3, *RUNTIME),
     _benchmark("submission", 10, *LAUNCH, needs_slurm=True),
+    _benchmark("sums", 3, *RUNTIME, "auto3d/cost", "auto3d/simulate"),
     _benchmark("synthesis", 15, "auto3d/synthesis", "auto3d/schedule", "auto3d/simulate"),
     _benchmark("tensor", 5, *RUNTIME),
     _benchmark("tuned_memory", 5, "auto3d/cost", *RUNTIME),
