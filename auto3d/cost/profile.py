@@ -15,6 +15,7 @@ from auto3d.errors import InputError
 from auto3d.share import WHOLE, Share
 
 SCHEMA = 2
+OUTLIER = 0.1  # error of a delay, as a fraction of the time of its sum
 MOST_LOST = 0.9  # of the time of a sum, the largest part that compute may lose by its slowdown; the rest is its start
 
 
@@ -119,13 +120,28 @@ class SumTimes:
     def start_and_slowdown(self) -> tuple[float, float]:
         """``sync_start_s`` and ``sync_slowdown`` of an Accelerator, with the least errors relative to the sums' times.
 
+        Errors above OUTLIER count less than their squares, since other work on the machine delays single measurements.
+
         A sum of t seconds delays compute that it slows by the fraction s by t s / (1 + s), and by its start.
         """
-        from scipy.optimize import lsq_linear  # slow to import, and plans on figures of recipes do not need it
+        from scipy.optimize import least_squares  # slow to import, and plans on figures of recipes do not need it
 
         rates = 1 / np.array(self.seconds)
         columns = np.stack([rates, np.ones(len(rates))], axis=1)
-        start, share = lsq_linear(columns, np.array(self.lost_s) * rates, bounds=([0, 0], [np.inf, MOST_LOST])).x
+        lost = np.array(self.lost_s) * rates
+        bounds = ([0.0, 0.0], [np.inf, MOST_LOST])
+        fit = least_squares(
+            lambda values: columns @ values - lost,
+            (min(self.seconds) / 2, MOST_LOST / 2),
+            bounds=bounds,
+            loss="soft_l1",
+            f_scale=OUTLIER,
+            x_scale="jac",
+            xtol=1e-12,
+            ftol=1e-12,
+            gtol=1e-12,
+        )
+        start, share = fit.x
         return float(start), float(share / (1 - share))
 
 
