@@ -11,7 +11,7 @@ WORKERS ?= $(shell expr $$(nproc) + 1)
 LAUNCH := $(if $(EXECUTOR),launch.executor=$(EXECUTOR))
 CLUSTER_PROGRAM := slurm/dev-cluster/cluster.py $(if $(FOLDER),--folder $(FOLDER))
 
-.PHONY: help setup sweep tune plan train table reference report paper papers profile test test-quick promises soak parity release zoo bench lint clean
+.PHONY: help setup sweep tune plan train table reference report paper papers alternatives profile test test-quick promises soak parity release zoo bench lint clean
 .PHONY: cluster-up cluster-down cluster-status
 
 help:  ## list the targets
@@ -51,6 +51,9 @@ paper: $(INSTALLED)  ## make a table or figure of a paper again: ITEM=merak-fig1
 
 papers: $(INSTALLED)  ## make all of them, and results/papers/README.md with every claim beside ours (half an hour)
 	@$(BIN)/auto3d paper --all $(ARGS)
+
+alternatives: $(INSTALLED)  ## try other assumptions about the papers' clusters on all claims that make papers has made
+	@$(BIN)/auto3d paper --alternatives chimera --alternatives merak --alternatives rannc
 
 profile: $(INSTALLED)  ## measure this machine with RECIPE's model, for predictions, and print the measurements
 	@$(BIN)/auto3d profile $(RECIPE) $(ARGS)

@@ -12,6 +12,7 @@ from launch.commands.exit_codes import INTERRUPTED, RUN_FAILED, complain
 from launch.commands.runs import interrupted, next_commands
 from launch.console.progress import sweep_progress
 from launch.drivers.sweep import Retry, print_submissions
+from launch.papers.alternatives import read_alternatives
 from launch.papers.item import Item, file_of, names, predicted_parts, read_item
 from launch.recipe.error import RecipeError
 from launch.recipe.overrides import replaced
@@ -33,6 +34,13 @@ OWN_RESULTS = Path("tables/papers")  # what a user has changed or measured goes 
     metavar="LABEL",
     help="Keep this setting or system; may be given several times. An axis of which none is given stays whole.",
 )
+@click.option(
+    "--alternatives",
+    "tried",
+    multiple=True,
+    metavar="PAPER",
+    help="Try the paper's alternatives on all its items, as in --alternatives merak; may be given several times.",
+)
 @options.retry
 @options.dry_run
 @options.test_only
@@ -48,6 +56,7 @@ def paper(
     listing: bool,
     runs: bool,
     only: tuple[str, ...],
+    tried: tuple[str, ...],
     retry: bool,
     dry_run: bool,
     test_only: bool,
@@ -64,12 +73,19 @@ def paper(
     cluster. With --run the plans that are the fastest by prediction are measured as well: all rows are one sweep, where
     launch.executor says, and the page has what was measured beside the prediction and the paper. The same command goes
     on where it was interrupted; status, logs, cancel and resume take the name paper-ITEM.
+
+    With --alternatives, all claims of a paper are made again under each of the assumptions that it has in
+    recipes/papers/alternatives/, and stand beside those of its items, which must have been made before.
     """
     if listing:
         for name in names():
             item = read_item(file_of(name))
             click.echo(f"{name}\t{item.paper}, {item.place}: {item.title}")
         return 0
+    if tried:
+        if words or every or runs or only:
+            raise click.UsageError("--alternatives takes no items, overrides, --all, --run or --only")
+        return _try_alternatives(tried, output or RESULTS)
     overrides = [word for word in words if "=" in word]
     chosen = names() if every else [word for word in words if "=" not in word]
     if not chosen:
@@ -97,12 +113,18 @@ def paper(
         return max(codes)
     # These imports load torch, which takes seconds, so a list is printed and a bad item refused before them.
     from launch.papers.make import make_item
+    from launch.papers.predict import predict_items
     from launch.papers.write import write_item
 
+    ready = {}
+    if len(which) > 1:
+        with sweep_progress(err) as watcher:
+            files = [file_of(one.item) for one in which]
+            ready = predict_items(dict(zip(files, items, strict=True)), overrides, watcher.tell)
     for one, item in zip(which, items, strict=True):
         file = file_of(one.item)
         with sweep_progress(err) as watcher:
-            made = make_item(file.stem, item, file, watcher, overrides)
+            made = make_item(file.stem, item, file, watcher, overrides, ready.get(file))
         for written in write_item(file.stem, item, made, output, _command(one, overrides) if changed else ""):
             click.echo(written)
     click.echo(_write_index(which, output, all_shipped=not changed))
@@ -138,13 +160,28 @@ def run_item(which: ItemRun, overrides: Sequence[str], retry: Retry, *, follow: 
     return 0
 
 
+def _try_alternatives(papers: Sequence[str], output: Path) -> int:
+    for paper_name in papers:  # all, before the first is tried
+        read_alternatives(paper_name)
+    from launch.papers.tried import try_alternatives
+
+    for paper_name in papers:
+        with sweep_progress(err) as watcher:
+            files = try_alternatives(paper_name, output, watcher.tell)
+        for written in files:
+            click.echo(written)
+    click.echo(_write_index([], output))
+    return 0
+
+
 def _write_index(made: Sequence[ItemRun], output: Path, *, all_shipped: bool = False) -> Path:
     """Write the page of all claims of the items in ``output``: of ``made``, and others that were made before."""
+    from launch.papers.tried import summary
     from launch.papers.write import items_in, write_index
 
     files = {file_of(one.item).stem: file_of(one.item) for one in made}
     shipped = {name: file_of(name) for name in names() if all_shipped or name in items_in(output)}
-    return write_index({name: read_item(file) for name, file in (shipped | files).items()}, output)
+    return write_index({name: read_item(file) for name, file in (shipped | files).items()}, output, summary(output))
 
 
 def _has_rows(which: ItemRun) -> bool:

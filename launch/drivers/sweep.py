@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from enum import Enum, auto
 from functools import cache
@@ -67,14 +67,21 @@ class Sweep:
         return {trial: measurement for trial in self.every if (measurement := trial.measurement()) is not None}
 
 
-def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None, *, only_planners: bool = False) -> Sweep:
+def sweep_of(
+    recipe: LoadedRecipe,
+    tell: Callable[[str], None] | None = None,
+    *,
+    only_planners: bool = False,
+    process: CaptureProcess | None = None,
+) -> Sweep:
     """The trials of ``recipe``; with ``only_planners``, those of search.planners alone.
 
     With ``tell`` their captures are checked, too, and ``tell`` receives each result; then their times are predicted.
+    Models are captured in ``process`` if there is one, which several sweeps may share.
     """
     check_fewest_ranks(recipe)
     predictions = PlanPredictions({}, "")
-    with CaptureProcess() as process:
+    with CaptureProcess() if process is None else nullcontext(process) as process:
         model = PlanningModel(recipe, process=process)
         graph_at = cache(model.graph)
         found = SweepPlans(candidates={})
@@ -172,12 +179,14 @@ def run_grid(
     has any, for more than a lack of memory. ``command`` is what `auto3d resume` shall run.
     """
     found: list[Sweep | InputError] = []
-    for recipe in recipes:
-        try:
-            check_place(recipe)
-            found.append(sweep_of(recipe, watcher.tell, only_planners=bool(recipe.values.search.planners)))
-        except InputError as error:
-            found.append(error)
+    with CaptureProcess() as process:
+        for recipe in recipes:
+            try:
+                check_place(recipe)
+                only = bool(recipe.values.search.planners)
+                found.append(sweep_of(recipe, watcher.tell, only_planners=only, process=process))
+            except InputError as error:
+                found.append(error)
     sweeps = [(recipe, sweep) for recipe, sweep in zip(recipes, found, strict=True) if isinstance(sweep, Sweep)]
     problems = [one for one in found if isinstance(one, InputError) and one.kind != "memory"]
     if problems and not sweeps:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from types import MappingProxyType
 from typing import Protocol
@@ -73,7 +73,10 @@ class _SlurmJobs:
 
 
 class _Local:
-    """Trials of one recipe are forked from one process, which ends when those of another begin, or with ``ends``."""
+    """Trials of recipes that differ in their plans alone are forked from one process.
+
+    It ends when trials of another recipe begin, or with ``ends``.
+    """
 
     def __init__(self, ends: ExitStack) -> None:
         self._ends = ends
@@ -95,7 +98,13 @@ class _Local:
             before += len(trials)
 
     def _of(self, recipe: LoadedRecipe) -> LocalTrials:
-        if self._trials is None or self._recipe is not recipe:
+        if self._trials is None or self._recipe is None or not _run_alike(self._recipe, recipe):
             self._ends.close()
             self._recipe, self._trials = recipe, self._ends.enter_context(LocalTrials(recipe))
         return self._trials
+
+
+def _run_alike(one: LoadedRecipe, other: LoadedRecipe) -> bool:
+    """Whether plans run in the same way under both recipes: all keys but those that choose plans are equal."""
+    values = replace(one.values, search=other.values.search, plan=other.values.plan)
+    return values == other.values and one.folder == other.folder

@@ -1,4 +1,4 @@
-"""A process that captures and checks models for a driver."""
+"""A process that captures and checks models, or predicts with them, for a driver."""
 
 import signal
 from collections.abc import Callable
@@ -7,15 +7,12 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from traceback import format_exc
-from typing import Any, TypeVar
+from typing import Any
 
 from auto3d.errors import InputError
 from auto3d.garbage import collect_rarely
-from launch.recipe.load import LoadedRecipe
 
 KILLED = "model: the process that captured it was killed, as the kernel does when memory runs out"
-
-T = TypeVar("T")  # the argument of a function of the process: a micro-batch size, or a Plan
 
 
 class CaptureProcess:
@@ -36,15 +33,15 @@ class CaptureProcess:
             self._process.kill()
             self._process.join()
 
-    def call(self, function: Callable[[LoadedRecipe, T], Any], recipe: LoadedRecipe, argument: T) -> Any:
-        """The result of ``function(recipe, argument)`` in that process; ``function`` must be a module's own.
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of ``function(*arguments)`` in that process; ``function`` must be a module's own.
 
         Raises InputError where the function does, or where the process is killed, and RuntimeError with the traceback
         of any other exception: that is an error of the program, and another call would meet it again.
         """
         if self._pipe is None:
             self._pipe = self._start()
-        self._pipe.send((function, recipe, argument))
+        self._pipe.send((function, arguments))
         try:
             result, problem, traceback = self._pipe.recv()
         except EOFError:
@@ -73,9 +70,9 @@ def _answer(pipe: Connection) -> None:
     collect_rarely()
     with suppress(EOFError, BrokenPipeError):  # the driver has ended
         while True:
-            function, recipe, argument = pipe.recv()
+            function, arguments = pipe.recv()
             try:
-                answer = function(recipe, argument), "", ""
+                answer = function(*arguments), "", ""
             except InputError as error:
                 answer = None, str(error), ""
             except Exception:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -18,7 +18,8 @@ FOLDER = RECIPES / "papers"
 How = Literal["simulated", "emulated", "measured", "experiment"]
 Overrides = dict[str, Any]  # keys of a recipe, such as training.global_batch, with their values
 Setting = tuple[str, ...]  # one label per axis of a part
-_STRICT = ConfigDict(extra="forbid")
+STRICT = ConfigDict(extra="forbid")
+T = TypeVar("T")
 
 Form = Literal[
     "value",
@@ -44,12 +45,14 @@ QUANTITIES = {  # values of a grid's row, with the labels of their axes; an expe
     "peak_gib": "peak memory, GiB",
     "mean_gib": "mean memory of the devices, GiB",
     "least_gib": "memory of the emptiest device, GiB",
+    "balance": "memory of the emptiest device, fraction of the peak",
+    "first_of_peak": "memory of the first stage's device, fraction of the peak",
     "bubble": "bubble, fraction of the iteration",
     "billion_parameters": "parameters of the model, billions",
 }
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Cause:
     """A reason why a claim comes out differently, shown by ``changed``: overrides under which the claim is made again.
 
@@ -61,7 +64,7 @@ class Cause:
     system: str | None = None
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Claim:
     """A statement of the paper about the systems of a part, with the paper's figure for it.
 
@@ -101,7 +104,7 @@ class Claim:
     note: str = ""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Figure:
     """The form of a part's plot: bars or lines of ``quantity``, one panel per label of the first of several axes."""
 
@@ -110,7 +113,7 @@ class Figure:
     logarithmic: bool = False
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Part:
     """A grid of settings × systems, made in one way.
 
@@ -146,7 +149,7 @@ class Part:
         return found | self.systems[system]
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Item:
     """One table or figure of a paper."""
 
@@ -176,8 +179,16 @@ def file_of(name: str) -> Path:
 
 def read_item(file: Path) -> Item:
     """The item that ``file`` declares; raises RecipeError where the file is not one."""
+    item = validated(file, _adapter)
+    for number, part in enumerate(item.parts):
+        _check(file, f"parts.{number}", part)
+    return item
+
+
+def validated(file: Path, adapter: TypeAdapter[T]) -> T:
+    """What ``file`` declares, as ``adapter`` reads it; raises RecipeError where a key is wrong or missing."""
     try:
-        item = _adapter.validate_python(read_yaml(file))
+        return adapter.validate_python(read_yaml(file))
     except ValidationError as error:
         faults = error.errors()
         # A key that is written wrong is both unknown and missing; the first says where it is.
@@ -186,9 +197,6 @@ def read_item(file: Path) -> Item:
         words = {"unexpected_keyword_argument": "unknown", "missing": "missing; this key has no default"}
         why = words.get(first["type"]) or f"found {first['input']!r}; {first['msg']}"
         raise RecipeError(file, key, why) from None
-    for number, part in enumerate(item.parts):
-        _check(file, f"parts.{number}", part)
-    return item
 
 
 def _check(file: Path, key: str, part: Part) -> None:

@@ -46,11 +46,14 @@ class RowMaker:
         self._name, self._file, self._watcher, self._overrides = name, file, watcher, tuple(overrides)
         self._words = (name if file == FOLDER / f"{name}.yaml" else str(file), *overrides)
         self._subjects: dict[str, PlannedModel] = {}
+        self._rows: dict[str, dict[str, Any]] = {}  # by what decides them: parts and causes repeat each other's rows
 
     def rows(self, part: Part) -> list[Row]:
         """All rows of ``part``, setting by setting."""
         if part.experiment is not None:
             return list(self._experiment(part))
+        if part.how != "simulated":
+            return self._run_together(part)
         made = []
         for setting, system in _cells(part):
             self._watcher.tell(f"{self._name}: {', '.join([*setting, system])}")
@@ -60,12 +63,14 @@ class RowMaker:
     def row(self, part: Part, setting: Setting, system: str, changed: Mapping[str, Any] | None = None) -> Row:
         """The row of ``system`` at ``setting``, with further overrides ``changed``."""
         overrides = part.overrides(setting, system) | dict(changed or {})
-        recipe = self.recipe(part, overrides)
-        try:
-            found = self._predicted(recipe) if part.how == "simulated" else self._run_alone(recipe)
-        except InputError as error:
-            found = self._problem(error)
-        return Row(setting=setting, system=system, **found)
+        known = dumps([part.how, part.base, overrides], sort_keys=True)
+        if known not in self._rows:
+            recipe = self.recipe(part, overrides)
+            try:
+                self._rows[known] = self._predicted(recipe) if part.how == "simulated" else self._run_alone(recipe)
+            except InputError as error:
+                self._rows[known] = self._problem(error)
+        return Row(setting=setting, system=system, **self._rows[known])
 
     def recipe(self, part: Part, overrides: Mapping[str, Any]) -> LoadedRecipe:
         """The recipe of a row: the base of ``part`` with all overrides of the row."""
@@ -155,11 +160,26 @@ class RowMaker:
                 "peak_gib": max(memory),
                 "mean_gib": sum(memory) / len(memory),
                 "least_gib": min(memory),
+                "balance": min(memory) / max(memory),
+                "first_of_peak": memory[0] / max(memory),
                 "bubble": estimate.bubble_s / estimate.seconds,
                 "billion_parameters": float(subject.work(best.plan.micro_batch_size).parameters.sum()) / 1e9,
             },
             "plan": str(best.candidate),
         }
+
+    def _run_together(self, part: Part) -> list[Row]:
+        """The rows of ``part``, which run here one after the other; one process captures the models of all."""
+        cells = _cells(part)
+        recipes = [self.recipe(part, part.overrides(*cell)) for cell in cells]
+        self._watcher.tell(f"{self._name}: {part.title}")
+        command = Command("sweep", [*recipes[0].overrides])
+        found: list[Sweep | InputError]
+        try:
+            found = run_grid(recipes, command, retry=Retry.ALL, watcher=self._watcher)
+        except InputError as error:  # none has a plan
+            found = [error] * len(cells)
+        return [self._row_of(*cell, *each) for cell, each in zip(cells, zip(recipes, found, strict=True), strict=True)]
 
     def _run_alone(self, recipe: LoadedRecipe) -> dict[str, Any]:
         return _measured(recipe, run_sweep(recipe, retry=Retry.ALL, watcher=self._watcher))

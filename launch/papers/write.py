@@ -71,13 +71,16 @@ def write_item(name: str, item: Item, made: Sequence[MadePart], folder: Path, ch
     return [folder / file for file in files]
 
 
-def write_index(items: Mapping[str, Item], folder: Path) -> Path:
-    """Write README.md: all claims of the items that have been made, with a link to each item."""
+def write_index(items: Mapping[str, Item], folder: Path, after_totals: Sequence[str] = ()) -> Path:
+    """Write README.md: all claims of the items that have been made, with a link to each item.
+
+    ``after_totals`` has further lines of Markdown, which come before the claims.
+    """
     rows: list[tuple[str, ...]] = []
     columns: tuple[str, ...] = CLAIM_COLUMNS
     totals: dict[str, Counter[tuple[str, str]]] = {}  # paper -> how made and verdict -> claims
     for name, item in items.items():
-        claims = _claims_in(folder / f"{name}{CLAIMS}")
+        claims = claims_in(folder / f"{name}{CLAIMS}")
         if claims is None:
             rows.append((f"{item.paper}, {item.place}", item.title, "", "not made", ""))
         else:
@@ -96,11 +99,12 @@ def write_index(items: Mapping[str, Item], folder: Path) -> Path:
             "*Reproduced*: within 10 % of the paper's figure; of a ratio, within 10 % of its gain, so that 1.02 is a",
             "fifth of 1.10. Of a range, each of our settings must lie in it or so near to it, and a setting in which",
             "our system does not run counts against it. Each page says what is simulated, emulated or measured, and",
-            "which changed assumption makes a difference go away. Such an assumption, for example a slower link, is",
-            "chosen to see its effect; it is not measured, unless the page says so.",
+            "which changed assumption makes a difference go away. It is chosen to see its effect, and is not measured",
+            "unless the page says so.",
             "",
             _totals(totals),
             "",
+            *after_totals,
             tabulate(rows, ["item", *columns], "github", disable_numparse=True),
             "",
         ]
@@ -114,7 +118,7 @@ def items_in(folder: Path) -> list[str]:
     return [file.name.removesuffix(CLAIMS) for file in folder.glob(f"*{CLAIMS}")]
 
 
-def _claims_in(file: Path) -> list[dict[str, str]] | None:
+def claims_in(file: Path) -> list[dict[str, str]] | None:
     """The claims of an item that was made; None if it was not."""
     if not file.is_file():
         return None

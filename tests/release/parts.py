@@ -59,6 +59,12 @@ PARTS = (
     Part(name="soak", command="make soak", minutes=90, tests=("tests", *LAUNCH)),
     Part(name="papers", command="make papers", minutes=30, tests=("launch/papers", "recipes/papers", *SEARCH)),
     Part(
+        name="alternatives",
+        command="make alternatives",
+        minutes=30,
+        tests=("launch/papers", "recipes/papers", *SEARCH),
+    ),
+    Part(
         name="yardstick",
         command="auto3d yardstick --out results/published",
         minutes=5,

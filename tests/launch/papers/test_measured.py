@@ -13,6 +13,7 @@ from auto3d.runtime.measurement import Measurement
 from launch.commands.consoles import err
 from launch.console.progress import sweep_progress
 from launch.drivers.sweep import Retry
+from launch.executors.warm import WarmProcess
 from launch.papers.item import predicted_parts, read_item
 from launch.papers.rows import RowMaker
 from launch.recipe.settings import cluster
@@ -199,3 +200,22 @@ def test_commands_on_a_row_are_those_of_its_item(folder, item):
     assert row.command("sweep", "--retry") == f"auto3d paper {item} training.global_batch=12 --run --retry"
     assert row.command("plan", "training.global_batch=24") == f"auto3d paper {item} training.global_batch=24"
     assert row.follow_up("resume") == "auto3d resume paper-two"
+
+
+def test_rows_that_differ_in_their_plans_alone_are_forked_from_one_process(folder, auto3d, monkeypatch):
+    text = ITEM[: ITEM.index("  - how: simulated")] + ITEM[ITEM.index("  - how: measured") :]
+    base = ITEM[ITEM.index("    base:") : ITEM.index("    axes:")]
+    text = text.replace("    base: own\n", base).replace(
+        "axes: [{one: {}}]", "axes: [{few: {}, longer: {measure.iterations: 3}}]"
+    )
+    text = text.replace("systems: {any: {}}", "systems: {a: {search.schedule: [gpipe]}, b: {search.schedule: [1f1b]}}")
+    (folder / "two.yaml").write_text(text)
+    starts = []
+    start = WarmProcess._start
+    monkeypatch.setattr(WarmProcess, "_start", lambda self, call: (starts.append(call.name), start(self, call))[1])
+    auto3d("paper", "two.yaml")
+    assert len(trials(folder)) == 8  # two micro-batch sizes each
+    assert len(starts) == 2
+    with (folder / "results/papers/two.csv").open(newline="") as lines:
+        found = {(row["setting"], row["system"]) for row in csv.DictReader(lines) if row["quantity"] == "iteration_s"}
+    assert found == {(setting, system) for setting in ("few", "longer") for system in ("a", "b")}
