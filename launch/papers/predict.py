@@ -6,13 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+from auto3d.runtime.measurement import Measurement
 from launch.model.capture_process import CaptureProcess
 from launch.papers.experiments import MADE
 from launch.papers.item import Item, Part
 from launch.papers.make import made_part
 from launch.papers.rows import RowMaker
 from launch.papers.write import MadePart
-from launch.store.watcher import Watcher
+from launch.store.trials import Trial
+from launch.store.watcher import Ended
 
 PROCESSES = 4  # most processes: each holds torch and the models of an item, 1 to 2 GB
 
@@ -53,8 +55,16 @@ def _size(item: Item) -> int:
     return sum(len(part.settings) * len(part.systems) for part in item.parts if part.how == "simulated")
 
 
-class _Silent(Watcher):
-    """Shows nothing: the driver reports when the parts of an item are ready."""
+class _Silent:
+    """A Watcher that shows nothing: the driver reports when the parts of an item are ready."""
+
+    def begin(self, total: int, kept: Sequence[tuple[Trial, Measurement]], left_out: int) -> None: ...
+
+    def tell(self, line: str) -> None: ...
+
+    def start(self, trial: Trial) -> None: ...
+
+    def end(self, ended: Ended) -> None: ...
 
 
 def _predicted(file: Path, item: Item, overrides: Sequence[str]) -> Ready:
