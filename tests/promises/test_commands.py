@@ -106,6 +106,7 @@ ELSEWHERE = {  # a command, or how it begins -> what tries it instead
     "make sweep RECIPE=gpt20b EXECUTOR=slurm": "test_recipes.py as a dry run; it needs 64 GPUs",
     "make report": "the line above it, without make",
     "make papers": "the part `papers` of make release; test_papers.py makes some items",
+    "make alternatives": "the part `alternatives` of make release",
     "auto3d paper merak-fig7 --run": "test_measured.py, and tests/slurm: it names a cluster of the reader's",
     "make cluster-": ".ci/run",
     "sbatch ": "tests/slurm",
