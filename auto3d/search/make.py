@@ -181,11 +181,11 @@ class PlanMaker:
     def _keeping_most(self, candidate: Candidate, plan: Plan) -> Plan:
         """``plan``, whose stages keep nothing, with the largest kept fractions that fit.
 
-        A method that balances times cuts again for these fractions, which changes what fits, and so in turns until
-        neither moves: once from ``plan``, and once from the cut for stages that all recompute everything. The fastest
-        of all these plans is the result.
+        A method that balances times, and is quick, cuts again for these fractions, which changes what fits, and so in
+        turns until neither moves: once from ``plan``, and once from the cut for stages that all recompute everything.
+        The fastest of all these plans is the result.
         """
-        if not METHODS[candidate.partition].balances_time:
+        if not METHODS[candidate.partition].cuts_in_turns:
             return largest_fraction(self._kept_fractions(plan), self._shortage, self._limits)
         found: list[Plan] = []
         cuts: list[tuple[StagePlan, ...]] = []
@@ -464,7 +464,13 @@ def _may_fit_memory(candidate: Candidate) -> bool:
 
 
 def _fractions(candidate: Candidate, form: Shape) -> Kept:
-    """The fraction that each stage keeps, None if it does not recompute; empty: nothing, or as much as fits."""
+    """The fraction that each stage keeps, None if it does not recompute; empty: nothing, or as much as fits.
+
+    Where stages will keep as much as fits, a method that does not cut in turns takes all to recompute everything.
+    """
+    method = METHODS.get(candidate.partition)
+    if candidate.recompute == AUTO and method is not None and not method.cuts_in_turns:
+        return (0.0,) * form.stages
     if candidate.kept is None and candidate.recompute in (NONE, FULL, AUTO):
         return ()
     if candidate.kept is None:

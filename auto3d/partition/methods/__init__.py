@@ -27,6 +27,7 @@ class PartitionMethod:
     chooses_stages: bool = False  # the method finds the number of stages itself
     searched: bool = True  # a search over all methods tries it; False: it only describes another system
     balances_time: bool = False  # its stages depend on StageProblem.before, so on what each stage recomputes
+    cuts_in_turns: bool = False  # quick enough to cut again for what stages keep of each plan that a search looks at
     fits_memory: bool = False  # the method respects StageProblem.earliest, the memory limit of the devices
     rival: str = ""  # where stages recompute, a search takes those of this method instead if it predicts less time
 
@@ -45,7 +46,7 @@ METHODS: dict[str, PartitionMethod] = {  # the order is that of the search axis:
     "uniform": PartitionMethod("uniform"),
     "blocks": PartitionMethod("blocks"),
     "layer-assignment": PartitionMethod("layer_assignment", balances_time=True),
-    "autopipe": PartitionMethod("autopipe", balances_time=True, fits_memory=True, rival="blocks"),
+    "autopipe": PartitionMethod("autopipe", balances_time=True, cuts_in_turns=True, fits_memory=True, rival="blocks"),
     "rannc": PartitionMethod("rannc", chooses_stages=True),
     "weight-shares": PartitionMethod("weight_shares", searched=False),
     "autopipe-planner": PartitionMethod("autopipe_planner", searched=False),
