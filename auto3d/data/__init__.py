@@ -1,6 +1,7 @@
 """Training data: the samples of each micro-batch, which do not depend on the parallel degrees.
 
-Sample number i of the training is the same for every Plan. A stage reads only the inputs that it uses.
+Sample number i of the training is the same for every Plan. A stage reads only the inputs that it uses, or the first
+stage reads for all (``TrainingData.read_once``).
 """
 
 from auto3d.data.batches import Batches as Batches

@@ -218,9 +218,8 @@ def lay_out_plan(
 ) -> PlanLayout:
     """The common layout of all ranks; ``schedule`` replaces the plan's by one written by hand.
 
-    Data that are best ``read_once`` are so where one rank can read a micro-batch for all others of its pipeline.
-
-    Raises InputError where ``plan`` does not fit its schedule, its model or ``settings``.
+    Data that are best ``read_once`` are so where one rank can read a micro-batch for all others of its pipeline. Raises
+    InputError where ``plan`` does not fit its schedule, its model or ``settings``.
     """
     if plan.engine != AUTO3D:
         raise PlanError(f"engine: {plan.engine} runs in trials of `auto3d sweep` only; this runtime is {AUTO3D}")
