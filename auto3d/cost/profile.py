@@ -16,7 +16,7 @@ from auto3d.share import WHOLE, Share
 
 SCHEMA = 2
 OUTLIER = 0.1  # error of a delay, as a fraction of the time of its sum
-MOST_LOST = 0.9  # of the time of a sum, the largest part that compute may lose by its slowdown; the rest is its start
+MOST_LOST = 0.9  # largest part of a sum's time that compute may lose by its slowdown; a start explains the rest
 
 
 class ProfileError(InputError):

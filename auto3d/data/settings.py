@@ -86,7 +86,7 @@ class DataSettings:
         return self.packing == "padded" or self.last_batch == "pad"
 
     incomplete = None  # a last batch in part is left out or filled
-    read_once = False  # what a sample is follows from its position
+    read_once = False  # each stage reads its inputs: a sample follows from its position
 
     @property
     def may_ignore_targets(self) -> bool:

@@ -20,7 +20,7 @@ from launch.slurm.executor import on_slurm
 from launch.store.trials import Command, ItemRun
 
 RESULTS = Path("results/papers")
-OWN_RESULTS = Path("tables/papers")  # what a user has changed or measured goes here; git ignores this folder
+OWN_RESULTS = Path("tables/papers")  # folder of what a user has changed or measured; git ignores it
 
 
 @click.command()

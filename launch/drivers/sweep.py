@@ -218,7 +218,7 @@ def _run(
         kept = kept_of(store, ended, retry)
         trials = list(dict.fromkeys(trial for _, sweep in sweeps for trial in sweep.trials))
         pending = [trial for trial in trials if trial not in kept]
-        left_out = sweeps[0][1].left_out if len(sweeps) == 1 else 0  # where there are several, each runs few by design
+        left_out = sweeps[0][1].left_out if len(sweeps) == 1 else 0  # several sweeps run few plans each by design
         watcher.begin(len(pending), [(trial, kept[trial]) for trial in trials if trial in kept], left_out)
         executor.run(pending, watcher, known=ended, follow=follow)
 

@@ -86,7 +86,7 @@ def find_profile(recipe: LoadedRecipe, fingerprint: Callable[[int], str]) -> tup
         return file, _fitting(recipe, file, fingerprint)
     except ProfileError as error:
         again = "to predict without: prediction.profile=none"
-        if not recipe.paper:  # whose rows have a model each, and no recipe that `auto3d profile` takes
+        if not recipe.paper:  # each row of a paper has its own model, and no recipe that `auto3d profile` takes
             again = f"to measure: {recipe.command('profile')}; {again}"
         raise recipe.error("prediction.profile", f"{file}: {error}; {again}") from None
 

@@ -29,7 +29,7 @@ def predict_items(
     Parts that run something are left out: they are measured while nothing else runs. ``tell`` receives the name of each
     item whose parts are ready. Raises InputError where an item cannot be made.
     """
-    waiting = iter(sorted(items, key=lambda file: _size(items[file]), reverse=True))  # what takes minutes comes first
+    waiting = iter(sorted(items, key=lambda file: _size(items[file]), reverse=True))  # the longest come first
     found: dict[Path, Ready] = {}
 
     def work(process: CaptureProcess) -> None:

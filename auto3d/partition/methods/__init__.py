@@ -29,7 +29,7 @@ class PartitionMethod:
     balances_time: bool = False  # its stages depend on StageProblem.before, so on what each stage recomputes
     cuts_in_turns: bool = False  # quick enough to cut again for what stages keep of each plan that a search looks at
     fits_memory: bool = False  # the method respects StageProblem.earliest, the memory limit of the devices
-    rival: str = ""  # where stages recompute, a search takes those of this method instead if it predicts less time
+    rival: str = ""  # method whose stages a search takes instead where stages recompute and it predicts less time
 
     @cached_property
     def choose_stages(self) -> Callable[[StageProblem], tuple[StagePlan, ...]]:

@@ -21,7 +21,7 @@ from auto3d.plan import StagePlan, stages_between
 FORWARD = 0.25  # fraction of a block's time
 _STEPS = 2**40  # times are whole fractions of the model's time, so that equal sums are equal
 
-Bounds = tuple[int, ...]  # of the stages, in blocks
+Bounds = tuple[int, ...]  # numbers of the blocks between which stages begin and end
 
 
 def choose_stages(problem: StageProblem) -> tuple[StagePlan, ...]:

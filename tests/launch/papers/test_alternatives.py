@@ -17,28 +17,18 @@ from launch.papers.tried import try_alternatives
 from launch.papers.write import write_item
 from launch.recipe.error import RecipeError
 from launch.recipe.settings import cluster
+from tests.launch.papers.two_schedules import TWO_SCHEDULES
 
-ITEM = """
-paper: a test
-place: figure 0
-title: Two schedules
-parts:
-  - how: simulated
-    title: Time by depth
-    quantity: iteration_s
-    base: tiny
-    changes: {cluster: rtx3090-64, cluster.nodes: 1, search.dp: [1], search.tp: [1], search.micro_batch_size: [1],
-              search.allow_idle_devices: true, search.recompute: [full], search.sync: [lazy]}
-    axes: [{two: {search.pp: [2]}, four: {search.pp: [4]}}]
-    systems:
-      gpipe: {search.schedule: [gpipe]}
-      merak: {search.schedule: [shifted-critical-path]}
+ITEM = (
+    TWO_SCHEDULES
+    + """\
     claims:
       - {says: no figure, system: merak, against: gpipe, form: reduction}
       - {says: as fast, system: merak, against: gpipe, form: ratio, paper: 1.0,
          because: [{text: a cause., changed: {search.schedule: [gpipe]}}]}
       - {says: fits, system: merak, form: fails, paper: []}
 """
+)
 ALTERNATIVES = """
 papers: [a test]
 alternatives:

@@ -14,23 +14,12 @@ from launch.papers.make import make_item
 from launch.papers.row import Row
 from launch.papers.rows import RowMaker
 from launch.papers.write import write_index, write_item
+from tests.launch.papers.two_schedules import TWO_SCHEDULES
 from tests.soak import soak
 
-SMALL = """
-paper: a test
-place: figure 0
-title: Two schedules
-parts:
-  - how: simulated
-    title: Time by depth
-    quantity: iteration_s
-    base: tiny
-    changes: {cluster: rtx3090-64, cluster.nodes: 1, search.dp: [1], search.tp: [1], search.micro_batch_size: [1],
-              search.allow_idle_devices: true, search.recompute: [full], search.sync: [lazy]}
-    axes: [{two: {search.pp: [2]}, four: {search.pp: [4]}}]
-    systems:
-      gpipe: {search.schedule: [gpipe]}
-      merak: {search.schedule: [shifted-critical-path]}
+SMALL = (
+    TWO_SCHEDULES
+    + """\
       none: {search.schedule: [gpipe], search.dp: [1, 3, 5, 7, 9], cluster.memory_gib: 0.01}  # on 4 devices
     figure: {form: bars}
     printed: {gpipe: {two: 1.0}}
@@ -39,6 +28,7 @@ parts:
          because: [{text: it is no other schedule., changed: {search.schedule: [gpipe]}, system: merak}]}
       - {says: no memory, system: none, form: fails, paper: [two, four]}
 """
+)
 
 
 @pytest.mark.parametrize(
