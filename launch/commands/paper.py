@@ -176,12 +176,13 @@ def _try_alternatives(papers: Sequence[str], output: Path) -> int:
 
 def _write_index(made: Sequence[ItemRun], output: Path, *, all_shipped: bool = False) -> Path:
     """Write the page of all claims of the items in ``output``: of ``made``, and others that were made before."""
-    from launch.papers.tried import summary
+    from launch.papers.tried import explained, summary
     from launch.papers.write import items_in, write_index
 
     files = {file_of(one.item).stem: file_of(one.item) for one in made}
     shipped = {name: file_of(name) for name in names() if all_shipped or name in items_in(output)}
-    return write_index({name: read_item(file) for name, file in (shipped | files).items()}, output, summary(output))
+    items = {name: read_item(file) for name, file in (shipped | files).items()}
+    return write_index(items, output, summary(output), explained(output))
 
 
 def _has_rows(which: ItemRun) -> bool:

@@ -11,14 +11,16 @@ from launch.papers.item import FOLDER, STRICT, Item, Overrides, Part, file_of, n
 from launch.recipe.error import COMMAND_LINE, RecipeError
 
 _FOLDER = FOLDER / "alternatives"
+STRATEGIES = "amp"  # the experiment that searches the recipe of a part
 
 
 @dataclass(frozen=True, config=STRICT)
 class Alternative:
     """One assumption, or several together, that a paper does not state.
 
-    ``changed`` are overrides of all simulated parts; those of an item count where both set a key. ``labels`` has
-    overrides of the rows that have a label, of a setting or a system: they count where an item sets the same key.
+    ``changed`` are overrides of all predicted parts; those of an item count where both set a key. ``labels`` has
+    overrides of the rows that have a label, of a setting, a system or an experiment's variant: they count where an
+    item sets the same key.
     ``fitted`` names the items by whose figures its values were chosen; the other items test them, but for those of
     ``without``, which are on another cluster.
     """
@@ -64,18 +66,30 @@ def items_of(alternatives: Alternatives) -> dict[str, Item]:
 
 
 def altered(item: Item, alternative: Alternative) -> Item | None:
-    """The simulated parts of ``item`` that have claims, under ``alternative``; None if there are none.
+    """The parts of ``item`` that have claims and that can be altered, under ``alternative``; None if there are none.
 
     Claims have no causes of their own: the alternative is the cause that is tried.
     """
-    parts = [_altered(part, alternative) for part in item.parts if part.how == "simulated" and part.claims]
+    parts = [_altered(part, alternative) for part in item.parts if can_be_altered(part) and part.claims]
     return replace(item, parts=parts) if parts else None
+
+
+def can_be_altered(part: Part) -> bool:
+    """Whether ``part`` is predicted for a recipe whose keys can be changed."""
+    return part.how == "simulated" or part.experiment == STRATEGIES
 
 
 def _altered(part: Part, alternative: Alternative) -> Part:
     def labelled(group: Mapping[str, Overrides]) -> dict[str, Overrides]:
         return {label: given | alternative.labels.get(label, {}) for label, given in group.items()}
 
+    if part.experiment is not None:
+        variants = {
+            label: {**variant, "all": variant.get("all", {}) | alternative.labels.get(label, {})}
+            for label, variant in part.arguments["variants"].items()
+        }
+        changes = alternative.changed | part.arguments["changes"]
+        return replace(part, arguments={**part.arguments, "changes": changes, "variants": variants})
     return replace(
         part,
         changes=alternative.changed | part.changes,
@@ -88,8 +102,9 @@ def _altered(part: Part, alternative: Alternative) -> Part:
 def _check(file: Path, found: Alternatives) -> None:
     """Raise RecipeError where an alternative names an item or a label that no item of the papers has."""
     items = items_of(found)
-    parts = [part for item in items.values() for part in item.parts if part.how == "simulated"]
+    parts = [part for item in items.values() for part in item.parts if can_be_altered(part)]
     labels = {label for part in parts for group in (*part.axes, part.systems) for label in group}
+    labels |= {label for part in parts for label in part.arguments.get("variants", ())}
     for name, alternative in found.alternatives.items():
         named = (
             ("fitted", alternative.fitted, items),

@@ -203,6 +203,11 @@ def _check(file: Path, key: str, part: Part) -> None:
     """Raise RecipeError where the entries of ``part`` contradict each other."""
     if (part.how == "experiment") != (part.experiment is not None):
         raise RecipeError(file, f"{key}.experiment", "belongs to how: experiment, which needs it")
+    for number, claim in enumerate(part.claims):
+        if 0 in (claim.paper if isinstance(claim.paper, tuple) else (claim.paper,)):
+            raise RecipeError(
+                file, f"{key}.claims.{number}.paper", "found 0, of which a difference is no fraction; leave it out"
+            )
     if part.how == "experiment":
         for number, claim in enumerate(part.claims):
             if any(cause.changed for cause in claim.because):

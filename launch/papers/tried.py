@@ -2,12 +2,12 @@
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tabulate import tabulate
 
-from launch.papers.alternatives import Alternatives, altered, items_of, read_alternatives
+from launch.papers.alternatives import Alternatives, altered, can_be_altered, items_of, read_alternatives
 from launch.papers.item import Item, file_of
 from launch.papers.predict import predict_items
 from launch.papers.write import claims_in
@@ -72,10 +72,31 @@ def summary(folder: Path) -> list[str]:
     return [*begin, *lines, "## Claims", ""] if lines else []
 
 
+def explained(folder: Path) -> dict[tuple[str, str], str]:
+    """Item and line in NAME-claims.csv of a claim that differs -> which alternatives in ``folder`` reproduce it."""
+    found: dict[tuple[str, str], str] = {}
+    for file in sorted(folder.glob(f"*{ENDING}")):
+        with file.open(newline="") as stored:
+            claims = _by_claim(csv.DictReader(stored))
+        for claim, lines in claims.items():
+            if not _holds(lines.pop(SHIPPED)):
+                labels = ", ".join(label for label, line in lines.items() if _holds(line))
+                found[claim] = f"; reproduced under {labels}" if labels else "; under no alternative"
+    return found
+
+
+def _by_claim(lines: Iterable[Line]) -> dict[tuple[str, str], dict[str, Line]]:
+    """Item and number -> alternative -> line."""
+    claims: dict[tuple[str, str], dict[str, Line]] = {}
+    for line in lines:
+        claims.setdefault((line["item"], line["number"]), {})[line["alternative"]] = line
+    return claims
+
+
 def _numbers(item: Item) -> list[int]:
-    """The lines of NAME-claims.csv, from 1, that have the claims of simulated parts."""
+    """The lines of NAME-claims.csv, from 1, that have the claims of parts that can be altered."""
     of_parts = [part for part in item.parts for _ in part.claims]
-    return [number for number, part in enumerate(of_parts, 1) if part.how == "simulated"]
+    return [number for number, part in enumerate(of_parts, 1) if can_be_altered(part)]
 
 
 def _shipped(name: str, item: Item, folder: Path) -> list[Line]:
@@ -113,9 +134,7 @@ def _totals(alternatives: Alternatives, lines: Sequence[Line]) -> str:
 
 
 def _page(name: str, alternatives: Alternatives, lines: Sequence[Line]) -> str:
-    claims: dict[tuple[str, str], dict[str, Line]] = {}
-    for line in lines:
-        claims.setdefault((line["item"], line["number"]), {})[line["alternative"]] = line
+    claims = _by_claim(lines)
     labels = [SHIPPED, *alternatives.alternatives]
     table = []
     for (item, _), found in claims.items():

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from tabulate import tabulate
 
@@ -71,10 +72,16 @@ def write_item(name: str, item: Item, made: Sequence[MadePart], folder: Path, ch
     return [folder / file for file in files]
 
 
-def write_index(items: Mapping[str, Item], folder: Path, after_totals: Sequence[str] = ()) -> Path:
+def write_index(
+    items: Mapping[str, Item],
+    folder: Path,
+    after_totals: Sequence[str] = (),
+    explained: Mapping[tuple[str, str], str] = MappingProxyType({}),
+) -> Path:
     """Write README.md: all claims of the items that have been made, with a link to each item.
 
-    ``after_totals`` has further lines of Markdown, which come before the claims.
+    ``after_totals`` has further lines of Markdown, which come before the claims. ``explained`` says, by
+    item and number of a claim that differs, which alternatives reproduce it.
     """
     rows: list[tuple[str, ...]] = []
     columns: tuple[str, ...] = CLAIM_COLUMNS
@@ -89,6 +96,8 @@ def write_index(items: Mapping[str, Item], folder: Path, after_totals: Sequence[
                 if made := row.pop(MADE_COLUMN, ""):  # files of earlier versions do not have it
                     totals.setdefault(item.paper, Counter())[made, row["verdict"].split(",")[0]] += 1
                 columns = max(columns, tuple(row), key=len)
+                if row["verdict"].startswith(("differs", "not reproduced")):
+                    row["verdict"] += explained.get((name, str(number + 1)), "")
                 rows.append((place, *row.values()))
     text = "\n".join(
         [

@@ -205,6 +205,7 @@ def _read_first_row(file: Path) -> None:
         (("how: simulated", "how: experiment"), "parts.0.experiment: "),
         (("how: simulated", "how: experiment\n    experiment: amp"), "parts.0.claims.0: because.changed has keys of"),
         (("search.pp: [2]", "search.depth: [2]"), "search.depth: unknown"),
+        (("paper: 5.0", "paper: 0"), "parts.0.claims.0.paper: found 0, of which a difference is no fraction"),
         (("paper: 5.0", "paper: 5.0, settings: [six]"), "parts.0.claims.0: no axis has the label 'six'"),
     ],
 )
