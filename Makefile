@@ -53,7 +53,7 @@ papers: $(INSTALLED)  ## make all of them, and results/papers/README.md with eve
 	@$(BIN)/auto3d paper --all $(ARGS)
 
 alternatives: $(INSTALLED)  ## try other assumptions about the papers' clusters on all claims that make papers has made
-	@$(BIN)/auto3d paper --alternatives chimera --alternatives merak --alternatives rannc
+	@$(BIN)/auto3d paper --alternatives amp --alternatives chimera --alternatives merak --alternatives rannc
 
 profile: $(INSTALLED)  ## measure this machine with RECIPE's model, for predictions, and print the measurements
 	@$(BIN)/auto3d profile $(RECIPE) $(ARGS)
