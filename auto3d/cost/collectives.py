@@ -99,7 +99,7 @@ class Traffic:
         return kinds, tuple([order[node] for node in nodes])
 
     def link(self, group: Group) -> Link:
-        """The slowest link on the ring of ``group``, with the bandwidth that this group gets."""
+        """The slowest link on the ring of ``group``, with the bandwidth that it gets beside the groups."""
         key = self._homes(group)
         if key not in self._links:
             self._links[key] = self._find_link(group)
@@ -139,12 +139,12 @@ class Traffic:
             if count > 1:
                 inside = cluster.nodes[node].inside
                 latency = max(latency, inside.latency_s)
-                bandwidth = min(bandwidth, inside.bandwidth_per_device(self._inside[node]))
+                bandwidth = min(bandwidth, inside.bandwidth_per_device(max(count, self._inside[node])))
             if len(homes) > 1:
                 outside = cluster.nodes[node].outside
                 assert outside is not None  # a Cluster of several nodes has links between them
                 total = outside.bandwidth * (outside.lanes or cluster.nodes[node].devices)
-                of_group = min(outside.bandwidth * count, total * count / self._outside[node])
+                of_group = min(outside.bandwidth * count, total * count / max(count, self._outside[node]))
                 latency, bandwidth = max(latency, outside.latency_s), min(bandwidth, of_group)
         return Link(latency_s=latency, bandwidth=bandwidth)
 

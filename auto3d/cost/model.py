@@ -365,10 +365,11 @@ class CostModel:
         times = {fraction: tuple(before(shape.sample_parts * each / divisor)) for fraction, each in fastest.items()}
         sent, _ = self._messages.crossing(plan, samples, list(cuts))
         links = [
-            traffic.messages.link((traffic.ranks(here[0], pipeline)[0], traffic.ranks(there[0], pipeline)[0]))
+            route.link
             for here, there in pairwise(shape.homes)
             for pipeline in traffic.distinct_pipelines
             if here[0] != there[0]
+            for route in traffic.routes(here[0], there[0], pipeline)
         ]
         slowest = min(links, key=lambda link: link.bandwidth, default=Link(latency_s=0.0, bandwidth=1.0))
         messages = np.where(sent > 0, 2 * (slowest.latency_s + sent / slowest.bandwidth), 0.0)

@@ -1,9 +1,11 @@
 """The groups that communicate at the same time under a placement on a cluster, and the kinds of devices of each."""
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
-from auto3d.cluster import Accelerator, Cluster
+from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.collectives import GroupLink, Traffic
 from auto3d.mesh import PIPELINE, TENSOR, Mesh
 
@@ -40,7 +42,8 @@ class PlacedTraffic:
         pairs = [
             (source, target)
             for here, there in pairwise(meshes)
-            for source, target in zip(here.ranks, there.ranks, strict=False)
+            for one in pipelines
+            for source, target in zip(here.at(pipeline=one), there.at(pipeline=one), strict=False)
         ]
         self.crosses = any(cluster.node_of[source] != cluster.node_of[target] for source, target in pairs)
         every_rank = [rank for mesh in meshes for rank in mesh.ranks]
@@ -53,7 +56,8 @@ class PlacedTraffic:
             inside = traffic(cluster, [group for mesh in meshes for group in mesh.groups(TENSOR)])
             self.tensor = {key: inside.group_link(ranks[: self._tp]) for key, ranks in self._ranks.items()}
         # A message to the next stage and one from it travel at the same time, in opposite directions.
-        self.messages = traffic(cluster, pairs)
+        self._messages = traffic(cluster, pairs)
+        self.routes = cache(self._find_routes)
         self.holders = [_shard_holders(meshes, stage_homes, 0) for stage_homes in homes]
         # Stages on the same devices reduce their gradients one after the other, as in the simulator.
         sync_groups = [
@@ -66,6 +70,14 @@ class PlacedTraffic:
     def ranks(self, device: int, pipeline: int) -> tuple[int, ...]:
         """The ranks of one pipeline device in one pipeline."""
         return self._ranks[device, pipeline]
+
+    def _find_routes(self, source: int, target: int, pipeline: int) -> tuple["Route", ...]:
+        """The routes of a micro-batch from pipeline device ``source`` to ``target`` in one pipeline."""
+        here, there = (self._ranks[device, pipeline][:: self._tp] for device in (source, target))
+        return tuple(
+            Route(sender=number, receiver=other, link=self._messages.link((here[number], there[other])), part=part)
+            for number, other, part in overlaps(len(here), len(there))
+        )
 
     def tied_s(self, stages: tuple[int, ...], size: float) -> float:
         """Seconds of an all-reduce of tied weights among ``stages``; the groups of all shards reduce at the same time.
@@ -102,6 +114,29 @@ class PlacedTraffic:
             outside = tuple(cluster.nodes[node].outside for node in nodes)
             first_of.setdefault((kinds, stays, inside, outside), pipeline)
         return list(first_of.values())
+
+
+class Route(NamedTuple):
+    """What replica ``sender`` of a stage sends to replica ``receiver`` of the next: this part of a micro-batch."""
+
+    sender: int
+    receiver: int
+    link: Link
+    part: float
+
+
+def overlaps(senders: int, receivers: int) -> list[tuple[int, int, float]]:
+    """Sender, receiver, and the part of a micro-batch that both have, where each side has equal slices of it.
+
+    Two senders and three receivers: (0, 0, 1/3), (0, 1, 1/6), (1, 1, 1/6), (1, 2, 1/3).
+    """
+    found = []
+    for one in range(senders):
+        for other in range(receivers):
+            common = min((one + 1) * receivers, (other + 1) * senders) - max(one * receivers, other * senders)
+            if common > 0:
+                found.append((one, other, common / (senders * receivers)))
+    return found
 
 
 def _shard_holders(meshes: Sequence[Mesh], devices: Sequence[int], shard: int) -> tuple[int, ...]:

@@ -29,11 +29,15 @@ class StageMessages:
         if source == target:
             return MessageCost()
         sent, gathered = self._crossing_bytes(plan, shape, boundary)
-        link = traffic.messages.link((traffic.ranks(source, pipeline)[0], traffic.ranks(target, pipeline)[0]))
-        seconds = shape.parts * sent / link.bandwidth
+        routes = traffic.routes(source, target, pipeline)
+        busy: dict[tuple[str, int], float] = {}  # seconds by replica: the messages of each go one after the other
+        for route in routes:
+            for replica in (("sender", route.sender), ("receiver", route.receiver)):
+                busy[replica] = busy.get(replica, 0.0) + shape.parts * sent * route.part / route.link.bandwidth
+        seconds = max(busy.values())
         if gathered:
             seconds += traffic.tensor[target, pipeline].seconds(Collective.ALL_GATHER, shape.parts * gathered)
-        return MessageCost(latency=link.latency_s, forward=seconds, backward=seconds)
+        return MessageCost(latency=max(route.link.latency_s for route in routes), forward=seconds, backward=seconds)
 
     def handling_s(self, plan: Plan, shape: Shape, boundary: int, pipeline: int, traffic: PlacedTraffic) -> float:
         """Seconds of compute that one micro-batch's message costs its sender, and as many its receiver."""
@@ -42,18 +46,16 @@ class StageMessages:
         if source == target or len(nodes) > 1:
             return 0.0
         each, per_byte = self._cluster.nodes[min(nodes)].handling
-        return shape.parts * (each + self._crossing_bytes(plan, shape, boundary)[0] * per_byte)
+        replicas = min(plan.stages[number].replicas for number in (boundary, boundary + 1))
+        return shape.parts * (each + self._crossing_bytes(plan, shape, boundary)[0] / replicas * per_byte)
 
     def _crossing_bytes(self, plan: Plan, shape: Shape, boundary: int) -> tuple[float, float]:
-        """Bytes that one part of a micro-batch sends onward from stage ``boundary``, as ``crossing`` has them.
-
-        Replicas send and receive their slices at the same time, so the side with fewer replicas takes longest.
-        """
+        """Bytes that one part of a micro-batch sends onward from stage ``boundary``, as ``crossing`` has them; those
+        that are gathered then, in the largest slice of a replica."""
         end = plan.stages[boundary].operations[-1][1]
-        replicas = min(plan.stages[number].replicas for number in (boundary, boundary + 1))
         samples = plan.micro_batch_size // shape.sample_parts
         sent, gathered = self._crossing(shares_of(plan), plan.tp, samples, end)
-        return float(sent) / replicas, float(gathered) / replicas
+        return float(sent), float(gathered) / plan.stages[boundary + 1].replicas
 
     def crossing(self, plan: Plan, samples: int, cuts: int | list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Bytes through ``cuts``: those that each rank sends, and those that the receivers then gather.

@@ -1,12 +1,14 @@
 """Messages and collectives: the papers' equations against numbers worked by hand, and shared links."""
 
+from collections import Counter
+from itertools import product
 from random import Random
 
 import pytest
 
 from auto3d.cluster import Accelerator, BusBandwidths, Cluster, ClusterError, Link, Node
 from auto3d.cost.collectives import AmpTraffic, Traffic, amp_all_reduce_s, rabenseifner_all_reduce_s, ring_s, tree_s
-from auto3d.cost.placed import PlacedTraffic
+from auto3d.cost.placed import PlacedTraffic, overlaps
 from auto3d.mesh import PIPELINE, REPLICA, TENSOR, Mesh
 from auto3d.tensor.conversions import Collective
 
@@ -165,6 +167,38 @@ def test_stages_on_one_device_share_a_tied_weight():
     assert v.tied_s((0, 3), 1e6) == 0
     assert interleaved.tied_s((0, 2), 1e6) == 0
     assert interleaved.tied_s((0, 2, 3), 1e6) == v.tied_s((0, 1), 1e6) > 1e-3
+
+
+def test_replicas_exchange_the_samples_that_both_have():
+    for senders, receivers in product(range(1, 7), repeat=2):
+        of_sample = [(sample // receivers, sample // senders) for sample in range(senders * receivers)]
+        parts = {pair: count / len(of_sample) for pair, count in Counter(of_sample).items()}
+        assert {(one, other): part for one, other, part in overlaps(senders, receivers)} == parts
+
+
+def test_replicas_send_to_those_of_their_own_pipeline():
+    """Two pipelines, each in a node of its own, and one replica in the other node.
+
+    Two replicas of the first stage and one of the second: ranks 0 and 1 send to rank 2, and ranks 4 and 5 to rank 6.
+    The pairs 0, 2 and 1, 4 of the lists of all ranks would be of two pipelines.
+    """
+    node = Node(devices=4, inside=Link(latency_s=1e-6, bandwidth=8.0), outside=Link(latency_s=1e-3, bandwidth=2.0))
+    cluster = Cluster(nodes=(node, node), device="cuda")
+
+    def placed(*ranks: tuple[int, ...], pipelines: int) -> PlacedTraffic:
+        meshes = [Mesh(((PIPELINE, pipelines), (REPLICA, len(one) // pipelines), (TENSOR, 1)), one) for one in ranks]
+        return PlacedTraffic(cluster, meshes, ((0,), (1,)))
+
+    apart = placed((0, 1, 4, 5), (2, 6), pipelines=2)
+    assert not apart.crosses
+    for pipeline in range(2):
+        routes = apart.routes(0, 1, pipeline)
+        assert [(one.sender, one.receiver, one.part, one.link.bandwidth) for one in routes] == [
+            (0, 0, 0.5, 8.0),
+            (1, 0, 0.5, 8.0),
+        ]
+    across = placed((0, 4), (1,), pipelines=1)
+    assert [(one.link.bandwidth, one.link.latency_s) for one in across.routes(0, 1, 0)] == [(8.0, 1e-6), (2.0, 1e-3)]
 
 
 @pytest.mark.parametrize("traffic", [Traffic, AmpTraffic])

@@ -167,6 +167,22 @@ def test_layer_assignment_is_the_best_of_all_cuts_on_devices_of_two_kinds():
     raise AssertionError("no case has a pipeline of four stages")
 
 
+def test_uneven_replicas_of_several_pipelines_on_several_nodes_have_a_time():
+    found = 0
+    for seed in range(12):
+        domain, maker = random_case(seed, replicas="auto", dp=[2], tp=[1], pp=[2, 3], schedule=["1f1b"])
+        for candidate in domain.degrees:
+            if candidate.replicas != UNEVEN or len(domain.cluster.nodes) == 1:
+                continue
+            try:
+                plan = maker.unlimited(replace(candidate, partition="blocks"))
+            except PlanError:
+                continue  # no numbers of replicas divide the micro-batch
+            found += len({stage.replicas for stage in plan.stages}) > 1
+            assert 0 < maker.model.seconds(plan) < inf
+    assert found > 3
+
+
 def test_uneven_replicas_use_all_devices_and_make_the_slowest_stage_faster():
     found = 0
     for seed in range(12):
