@@ -42,6 +42,7 @@ NOT_QUICK = (  # tests that start processes, train, wait for SLURM or take a min
     "tests/launch/run",
     "tests/runtime/test_fake_devices.py",
     "tests/streams",
+    "tests/test_in_300_lines.py",
     "tests/test_python_api.py",
     "tests/trainer/test_examples.py",
     "tests/zoo",
