@@ -15,7 +15,8 @@ from tests.promises.running import PROGRAMS, ROOT, run
 
 WHOLE = "AUTO3D_WHOLE" in os.environ
 README = (ROOT / "README.md").read_text()
-PAGES = ["README.md", *dict.fromkeys(re.findall(r"\]\((docs/\w+\.md)\)", README))]
+OF_WHEEL = ("README.md", "docs/commands.md")  # their commands run from the wheel, in a folder of a user's
+PAGES = list(dict.fromkeys([*OF_WHEEL, *re.findall(r"\]\((docs/\w+\.md)\)", README)]))
 COMMAND = re.compile(r"^    ((?:auto3d|torchrun|make|sbatch|python) .*)$", re.MULTILINE)
 NAMES = {  # placeholder of a page -> a name that a reader may give
     "RECIPE": "tiny",
@@ -174,8 +175,8 @@ def put_files(folder: Path) -> None:
 @pytest.mark.timeout(7200 if WHOLE else 1800)  # each command has a limit of its own; this is for all of a page
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page_run_in_order(page: str, tmp_path: Path, request: pytest.FixtureRequest):
-    """Those of README run from the wheel, in a folder of a user's; the others from the clone."""
-    programs = request.getfixturevalue("wheel") if page == "README.md" else PROGRAMS
+    """Those of README and docs/commands.md run from the wheel, in a folder of a user's; the others from the clone."""
+    programs = request.getfixturevalue("wheel") if page in OF_WHEEL else PROGRAMS
     folder = tmp_path / "own folder"
     folder.mkdir()
     put_files(folder)

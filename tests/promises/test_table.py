@@ -1,4 +1,4 @@
-"""Each row of README's table "What there is" is true: its names exist, its figures are those of a file in results/."""
+"""Each row of docs/features.md is true: its names exist, its figures are those of a file in results/."""
 
 import difflib
 import json
@@ -21,8 +21,7 @@ from tests.distributed import test_uneven
 from tests.distributed.parity import SGD, assert_parity, make_plan, plain_pytorch, run_rank
 from tests.promises.running import ROOT
 
-README = (ROOT / "README.md").read_text()
-TABLE = README.partition("## What there is")[2].partition("\n## ")[0]
+TABLE = (ROOT / "docs/features.md").read_text()
 ROWS = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", TABLE, re.MULTILINE)[2:])  # without heading and rule
 CHECKS: dict[str, Callable[..., None]] = {}
 
