@@ -13,11 +13,11 @@ from auto3d.cost.model import CostModel
 from auto3d.errors import InputError, ProblemKind
 from auto3d.plan import Plan, PlanError
 from auto3d.schedule.shape import listed, shape_of
-from auto3d.search.algorithms import PlannerOptions
 from auto3d.search.axes import EQUAL, OF_PLANS, Candidate, degrees_of
 from auto3d.search.bound import least_of_any_order_s, least_s
 from auto3d.search.make import PlanMaker
 from auto3d.search.placement import MEGATRON, nodes_of, place
+from auto3d.search.planner_options import PlannerOptions
 from auto3d.search.promise import Promises
 from auto3d.search.space import Domain, Refusals
 from auto3d.search.synthesized import is_sought

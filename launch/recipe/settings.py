@@ -12,8 +12,9 @@ from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.optimizer_memory import state_copies, update_copies
 from auto3d.runtime.settings import OptimizerSettings, ParameterGroup, TrainingSettings
-from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS, PlannerOptions
+from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS
 from auto3d.search.axes import AXES
+from auto3d.search.planner_options import PlannerOptions
 from auto3d.search.space import SearchSpace
 from launch.recipe.cluster_schema import AcceleratorRecipe, CollectivesRecipe, LinkRecipe
 from launch.recipe.load import LoadedRecipe

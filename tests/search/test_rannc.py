@@ -10,10 +10,10 @@ from auto3d.cost.work import work_of
 from auto3d.errors import InputError
 from auto3d.partition.merak import shard
 from auto3d.plan import Plan
-from auto3d.search.algorithms import PlannerOptions
 from auto3d.search.algorithms.rannc import rannc
 from auto3d.search.make import PlanMaker, shortage_of
 from auto3d.search.planned_model import PlannedGraphs
+from auto3d.search.planner_options import PlannerOptions
 from auto3d.search.search import Budget, Search
 from auto3d.search.space import Domain, SearchSpace, Workload
 from tests.models import captured

@@ -12,12 +12,13 @@ from auto3d.cluster import Accelerator, Cluster, Link, Node
 from auto3d.errors import InputError
 from auto3d.plan import PlanError
 from auto3d.schedule.shape import shape
-from auto3d.search.algorithms import AMP_ITERATIONS, PlannerOptions, run_algorithm
+from auto3d.search.algorithms import AMP_ITERATIONS, run_algorithm
 from auto3d.search.algorithms.amp import TILINGS, amp, amp_space
 from auto3d.search.algorithms.exhaustive import exhaustive
 from auto3d.search.axes import EQUAL, UNEVEN, Candidate
 from auto3d.search.bound import least_s
 from auto3d.search.placement import PLACEMENTS, mesh, place
+from auto3d.search.planner_options import PlannerOptions
 from auto3d.search.space import Domain, SearchSpace, Workload
 from auto3d.simulate.costs import Costs, MessageCost, uniform
 from auto3d.simulate.simulate import simulate

@@ -5,11 +5,8 @@ search space, the maker of plans and the budget, and a seed. The function asks t
 Search keeps the best.
 """
 
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
-
-from auto3d.partition.request import BLOCKS
 
 if TYPE_CHECKING:
     from auto3d.search.search import Search
@@ -26,15 +23,6 @@ ALGORITHMS = {  # name -> the file and its function of the same name; imported a
     AMP: "amp",
     "chimera": "chimera",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannerOptions:
-    """What the papers of RaNNC and AMP leave open, or set for their experiments alone."""
-
-    rannc_blocks: int = BLOCKS  # k, the number of blocks of which RaNNC makes stages
-    rannc_smallest_micro_batch: int = 1  # samples
-    amp_cooling: float | None = None  # factor of the temperature in each step; None: it falls linearly to 0
 
 
 def run_algorithm(name: str, search: "Search", seed: int) -> None:

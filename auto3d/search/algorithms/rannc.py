@@ -7,11 +7,11 @@ from auto3d.partition.cost import PartitionCosts
 from auto3d.partition.methods.rannc import LEAST_CAPTURED
 from auto3d.partition.stage import PartitionError
 from auto3d.plan import Plan, PlanError
-from auto3d.search.algorithms import PlannerOptions
 from auto3d.search.axes import Candidate
 from auto3d.search.make import PlanMaker
 from auto3d.search.partitioned import plan_of
 from auto3d.search.planned_model import PlannedGraphs
+from auto3d.search.planner_options import PlannerOptions
 from auto3d.search.search import Search
 
 _TIGHTER = 0.95  # factor on the memory limit for RaNNC's next try, if its plan does not fit by the cost model
