@@ -189,17 +189,6 @@ class Traffic:
         slowdown = node.slowdown[len(group) - 1] if node.slowdown else 1.0
         return GroupLink(ranks=len(group), link=self.link(group), measured=node.collectives, slowdown=slowdown)
 
-    def hierarchical_all_reduce_s(self, group: Group, size: float) -> float:
-        """Seconds of an all-reduce inside each node first, then of one shard per device between nodes, then inside."""
-        homes: dict[int, list[int]] = {}
-        for device in group:
-            homes.setdefault(self._cluster.node_of[device], []).append(device)
-        most = max(homes.values(), key=len)
-        local = ring_s(len(most), size, self.link(most)) if len(most) > 1 else 0.0
-        if len(homes) == 1:
-            return local
-        return local + ring_s(len(homes), size, self.link(group))  # all shards at the same time, each on its own lane
-
     def message_s(self, source: int, target: int, size: float) -> float:
         """Seconds of a message between two devices; the pair is one of the groups given to this Traffic."""
         if source == target or not size:

@@ -12,7 +12,6 @@ from itertools import pairwise
 import numpy as np
 
 from auto3d.cluster import Accelerator, Cluster, Link
-from auto3d.cost.closed_forms import amp_s
 from auto3d.cost.collectives import TRAFFIC, Group, GroupLink, Traffic
 from auto3d.cost.estimate import METHODS, Estimate, SecondsOf, busiest
 from auto3d.cost.memory.device import DeviceMemory, HeldTensor
@@ -136,10 +135,6 @@ class CostModel:
     def seconds(self, plan: Plan) -> float:
         """Predicted seconds of an iteration, by the model's method."""
         return self.slowest_pipeline_s(plan, METHODS[self.method])
-
-    def closed_form_s(self, plan: Plan, form: SecondsOf = amp_s) -> float:
-        """Seconds of an iteration by a paper's closed form on our costs; AMP's is exact for 1F1B on equal stages."""
-        return self.slowest_pipeline_s(plan, form)
 
     def memory(self, plan: Plan) -> tuple[float, ...]:
         """Peak bytes of tensors on each pipeline device."""

@@ -23,7 +23,7 @@ from auto3d.cost.systems import System
 from auto3d.derived.local_graph import LocalGraph
 from auto3d.partition.stage import crossing_bytes
 from auto3d.share import Share
-from auto3d.tensor.conversions import CONVERSIONS, Collective, Conversion
+from auto3d.tensor.conversions import Collective, Conversion, conversion_of
 
 PRECISION_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ELEMENT_BYTES = 4  # those of float32
@@ -228,7 +228,7 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, s
             continue
         has_gradient = any(value.differentiable for value in node.outputs)
         arrays["flops"][position], arrays["backward_flops"][position] = node.flops, node.backward_flops
-        if (conversion := _conversion(node)) is not None:
+        if (conversion := conversion_of(node.operator)) is not None:
             forward, backward = _converted(conversion, sum(sizes[name] for name in node.reads), made)
             if fused and conversion.name == "spread":
                 continue
@@ -311,12 +311,6 @@ def scale_of(graph: Graph, precision: str) -> float:
     return PRECISION_BYTES[precision] / ELEMENT_BYTES
 
 
-def _conversion(node: GraphNode) -> Conversion | None:
-    """The conversion of placements that ``node`` does, if it does one."""
-    namespace, _, name = node.operator.removesuffix(".default").partition(".")
-    return CONVERSIONS.get(name) if namespace == "auto3d" else None
-
-
 def _converted(conversion: Conversion, read: float, made: float) -> tuple[float, float]:
     """Bytes that a conversion moves in the forward and in the backward, without those of its collectives."""
     forward = backward = 0.0
@@ -333,7 +327,7 @@ def exchanges_of(local: LocalGraph, scale: float) -> tuple[TensorExchange, ...]:
     found: list[TensorExchange] = []
     computed = -1  # largest position of the whole Graph whose operation has come
     for position, node in zip(local.positions, local.graph.nodes, strict=True):
-        conversion = _conversion(node)
+        conversion = conversion_of(node.operator)
         made = sum(value.bytes for value in node.outputs)
         size = scale * max([made, *(sizes[name] for name in (*node.reads, *node.state))])
         steps: list[tuple[Collective, bool, float]] = []

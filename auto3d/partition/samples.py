@@ -7,6 +7,7 @@ from math import prod
 from auto3d.capture.graph import Graph, GraphNode, Value
 from auto3d.partition.stage import Stage
 from auto3d.plan import PlanError
+from auto3d.words import counted
 
 _RESHAPES = frozenset(
     f"aten.{name}"
@@ -69,17 +70,13 @@ def dimensions_between_replicas(
         same_copy = name not in from_samples and one.value.shape == smaller.value(name).shape
         if name not in dimensions and not same_copy:
             raise PlanError(
-                f"stages: {one.source} has {_times(replicas[one.source])} and sends {name}, of shape "
-                f"{list(one.value.shape)}, to stage {one.target} with {_times(replicas[one.target])}; it cannot be "
-                "split by samples, so both must have equally many"
+                f"stages: {one.source} has {counted(replicas[one.source], 'replica')} and sends {name}, of shape "
+                f"{list(one.value.shape)}, to stage {one.target} with {counted(replicas[one.target], 'replica')}; it "
+                "cannot be split by samples, so both must have equally many"
             )
         if name in dimensions:
             found[name] = dimensions[name]
     return found
-
-
-def _times(replicas: int) -> str:
-    return f"{replicas} replica{'s' if replicas > 1 else ''}"
 
 
 def made_from_samples(graph: Graph) -> frozenset[str]:

@@ -7,6 +7,7 @@ from auto3d.errors import InputError
 from auto3d.schedule.advance import advance_devices
 from auto3d.schedule.dependencies import bounds, dependencies, numbered
 from auto3d.schedule.operation import BACKWARDS, Kind, Operation, Schedule
+from auto3d.words import counted
 
 
 class ScheduleError(InputError):
@@ -223,7 +224,8 @@ def _check_versions(schedule: Schedule) -> None:
                         raise ScheduleError(f"{_one(operation, m)} has no weight version")
                     if version > updates:
                         raise ScheduleError(
-                            f"{_one(operation, m)} uses weight version {version} after only {_updates(updates)}"
+                            f"{_one(operation, m)} uses weight version {version} after only "
+                            f"{counted(updates, 'update')}"
                         )
                     if version < newest_used:
                         raise ScheduleError(
@@ -312,10 +314,6 @@ def check_rendezvous(schedule: Schedule) -> None:
 
 def _width(schedule: Schedule) -> int:
     return schedule.micro_batches * schedule.parts * schedule.iterations
-
-
-def _updates(count: int) -> str:
-    return f"{count} update{'' if count == 1 else 's'}"
 
 
 def _one(operation: Operation, micro_batch: int) -> Operation:

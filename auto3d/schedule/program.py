@@ -1,6 +1,6 @@
 """The program of a pipeline device: steps, each an operation with its messages and its sums over ranks."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from auto3d.schedule.operation import Kind, Operation
@@ -104,21 +104,3 @@ def without(program: Program, absent: Collection[int]) -> Program:
         for pipe_stage, of_stage in program.versions.items()
     }
     return replace(program, steps=tuple(steps), versions=versions)
-
-
-def messages_in_memory(
-    program: Program, device_of: Mapping[PipeStage, int]
-) -> Iterator[tuple[set[Message], set[Message]]]:
-    """Per step, the messages in memory at its peak: those with a posted receive, and those sent to other devices.
-
-    At a step's peak its receives are posted, and messages of earlier steps are not yet released. Each item is the same
-    two sets, updated in place.
-    """
-    posted: set[Message] = set()
-    sent: set[Message] = set()
-    for step in program.steps:
-        posted.update(step.posts)
-        sent.update(m for m in step.sends if device_of[m.source, m.pipe] != device_of[m.target, m.pipe])
-        yield posted, sent
-        sent.difference_update(step.releases)
-        posted.difference_update(step.receives)

@@ -6,6 +6,7 @@ from math import isclose, isfinite
 
 from auto3d.errors import InputError
 from auto3d.schedule.operation import Kind, Schedule
+from auto3d.words import counted
 
 _ROUNDING = 1e-6  # times of slices may differ from the whole by this fraction
 
@@ -129,14 +130,14 @@ class Costs:
             count = len(getattr(self, name))
             if count != length:
                 raise InputError(
-                    f"costs: {name} has {_counted(count, 'value')}; schedule {schedule.name} needs {length}"
+                    f"costs: {name} has {counted(count, 'value')}; schedule {schedule.name} needs {length}"
                 )
         for name in ("forward", "backward"):
             for times in getattr(self, f"{name}_of_slice")[:1]:
                 if len(times) != schedule.slices:
                     raise InputError(
-                        f"costs: {name}_of_slice has {_counted(len(times), 'slice')}; schedule {schedule.name} runs "
-                        f"{_counted(schedule.slices, 'slice')} per micro-batch"
+                        f"costs: {name}_of_slice has {counted(len(times), 'slice')}; schedule {schedule.name} runs "
+                        f"{counted(schedule.slices, 'slice')} per micro-batch"
                     )
         operations = sum(map(len, schedule.operations))
         if self.by_operation and len(self.by_operation) != operations:
@@ -222,7 +223,7 @@ def _check_slices(name: str, whole: Sequence[float], slices: Sequence[Sequence[f
         found = ", ".join(str(len(times)) for times in slices)
         raise InputError(
             f"costs: {name}_of_slice has {found} slices; it must have equally many for each of "
-            f"{_counted(len(whole), 'stage')}"
+            f"{counted(len(whole), 'stage')}"
         )
     for number, of_stages in enumerate(zip(*slices, strict=True)):
         _check_times(f"{name} of slice {number}", of_stages)
@@ -231,7 +232,3 @@ def _check_slices(name: str, whole: Sequence[float], slices: Sequence[Sequence[f
             raise InputError(
                 f"costs: the slices of stage {stage} add up to {sum(times):g}; {name} of stage {stage} is {time:g}"
             )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

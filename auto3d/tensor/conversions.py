@@ -46,3 +46,9 @@ CONVERSIONS = {
         Conversion("spread", _K.WHOLE, _K.PARTIAL, None, None),
     )
 }
+
+
+def conversion_of(operator: str) -> Conversion | None:
+    """The conversion that an operator of a Graph does, such as auto3d.reduce.default, if it does one."""
+    namespace, _, name = operator.removesuffix(".default").partition(".")
+    return CONVERSIONS.get(name) if namespace == "auto3d" else None

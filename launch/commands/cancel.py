@@ -2,10 +2,10 @@
 
 import click
 
+from auto3d.words import counted
 from launch.drivers.background import end_driver
 from launch.drivers.status import cancel_trials
 from launch.papers.stored import loaded_run
-from launch.recipe.words import counted
 
 
 @click.command()

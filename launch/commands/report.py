@@ -5,13 +5,13 @@ from pathlib import Path
 import click
 
 from auto3d.errors import InputError
+from auto3d.words import counted
 from launch.commands.consoles import err
 from launch.commands.options import OUTPUT_FILE, recipe_command
 from launch.console.output import write_text
 from launch.console.progress import search_progress
 from launch.console.tables import TABLES
 from launch.recipe.load import load
-from launch.recipe.words import counted
 from launch.report.data import report_of
 from launch.report.page import page_of
 from launch.report.release import is_release, release_page

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from auto3d.runtime.measurement import Measurement
+from auto3d.words import counted
 from launch.commands.consoles import note
 from launch.commands.exit_codes import INTERRUPTED, complain
 from launch.drivers.background import start_driver
 from launch.drivers.sweep import check_place
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.words import counted
 from launch.slurm.executor import on_slurm
 from launch.store.watcher import FINAL
 

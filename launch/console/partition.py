@@ -9,11 +9,11 @@ from tabulate import tabulate
 from auto3d.errors import InputError
 from auto3d.partition.draw_svg import draw_svg
 from auto3d.search.partitioned import check_runs, plan_of
+from auto3d.words import counted
 from launch.console.output import print_json, write_text
 from launch.model.profile import how_to_measure
 from launch.model.stages import PartitionedModel, PartitionFigures, partition_model
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.words import counted
 
 
 def print_partition(

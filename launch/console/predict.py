@@ -8,11 +8,11 @@ from pathlib import Path
 from tabulate import tabulate
 
 from auto3d.cost.memory.device import in_gib
+from auto3d.words import counted
 from launch.console.output import print_json
 from launch.model.predictions import PLAN_COLUMNS, Prediction, predict, read_candidates
 from launch.model.profile import basis
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.words import counted
 
 ADDED = ("predicted_s", "predicted_peak_bytes", "problem")  # columns of predictions
 

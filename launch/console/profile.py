@@ -9,11 +9,11 @@ from tabulate import tabulate
 
 from auto3d.cluster import CollectiveTimes
 from auto3d.cost.profile import Profile
+from auto3d.words import counted
 from launch.console.output import print_json
 from launch.console.progress import at_work, profile_progress
 from launch.model.profile import profile_file, tuned_file
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.words import counted
 from launch.store.files import private_folder, write_whole
 
 

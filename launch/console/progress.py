@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from auto3d.runtime.measurement import Measurement, Status
-from launch.recipe.words import counted
+from auto3d.words import counted
 from launch.store.trials import Trial
 from launch.store.watcher import ERROR_LINES, FINAL, Ended, Watcher
 

@@ -9,6 +9,7 @@ from auto3d.cost.memory.device import in_gib
 from auto3d.search.axes import AXES, plan_name
 from auto3d.search.search import Ranked, Search
 from auto3d.search.space import Refusals
+from auto3d.words import counted
 from launch.console.output import print_json
 from launch.model.assumed import SIGN, SIGN_MEANS, assumed_lines, places_assumed
 from launch.model.certainty import Certainty, certainty_lines, certainty_of
@@ -16,7 +17,6 @@ from launch.model.config_keys import unquantized
 from launch.model.ranking import EXPLAINED, describe_certificate, fastest_order, predicted_on, search_record
 from launch.model.search import SHOWN, described
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.words import counted
 
 INTERVAL = "80 %\n(s)"
 NAMED = [name for name, axis in AXES.items() if axis.label is not None]  # axes with a column; "more" has the others

@@ -15,6 +15,7 @@ from auto3d.simulate.draw_terminal import draw_terminal
 from auto3d.simulate.pipelining_csv import pipelining_csv
 from auto3d.simulate.simulate import Timeline
 from auto3d.simulate.trace import trace
+from auto3d.words import counted
 from launch.console.output import print_json, write_text
 from launch.model.simulated_schedule import (
     ScheduleFigures,
@@ -24,7 +25,6 @@ from launch.model.simulated_schedule import (
     timeline_of,
     timelines_of,
 )
-from launch.recipe.words import counted
 
 
 def print_families(as_json: bool) -> None:

@@ -15,12 +15,12 @@ from auto3d.simulate.simulate import simulate
 from auto3d.synthesis.certificate import SOLVER_SECONDS, Certificate, certificate
 from auto3d.synthesis.problem import peaks
 from auto3d.synthesis.structures import Solution, Structure, solve, structures, weights_on
+from auto3d.words import counted
 from launch.console.output import print_json
 from launch.console.progress import work_progress
 from launch.console.schedule import write_files
 from launch.model.problem_file import read_problem
 from launch.model.simulated_schedule import figures_of
-from launch.recipe.words import counted
 
 
 def print_synthesis(

@@ -11,10 +11,10 @@ from tabulate import tabulate
 
 from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.measurement import Measurement, Status
+from auto3d.words import counted
 from launch.console.records import aligned, cells, columns_of, compare, csv_text, record, same_choices, what_rates_are
 from launch.recipe.load import LoadedRecipe, load
 from launch.recipe.settings import emulation
-from launch.recipe.words import counted
 from launch.store.files import write_whole
 from launch.store.trials import StoreError, last_sweep, measurement_of, measurements_of, settings_digest
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from auto3d.words import counted
 from launch.console.output import print_json
-from launch.recipe.words import counted
 
 
 def print_training(record: dict[str, Any], *, as_json: bool) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from auto3d.words import counted
 from launch.doctor.all_reduce_probe import AllReduce, all_reduce
 from launch.doctor.device_probe import merge_reports, probe_devices
 from launch.doctor.gpu_checks import device_checks, gpu_check, same_libraries, variable_check
@@ -19,7 +20,6 @@ from launch.doctor.report import Check, Verdict
 from launch.doctor.slurm_probe import ProbeJob, run_probe
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
-from launch.recipe.words import counted
 from launch.slurm.client import SlurmError
 from launch.slurm.executor import in_a_job, on_slurm, why_no_slurm
 from launch.slurm.jobs import partitions, why_no_accounting

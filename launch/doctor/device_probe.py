@@ -10,11 +10,11 @@ from typing import Any
 from auto3d.errors import InputError
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.world import World
+from auto3d.words import counted
 from launch.doctor.exchange_probe import CONNECTIONS, ExchangeResult, exchange
 from launch.doctor.link_probe import Links, measure_links
 from launch.doctor.training_probe import TrainedRank, degrees, plan_training, train_both_ways
 from launch.model.build import use_device
-from launch.recipe.words import counted
 from launch.run.devices import hide_devices
 from launch.run.diagnosis import Ending
 from launch.run.ranks import NodeRanks, Report, run_ranks

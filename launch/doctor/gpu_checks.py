@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
+from auto3d.words import counted
 from launch.doctor.device_probe import DeviceReport, ExchangeRun
 from launch.doctor.exchange_probe import patterns
 from launch.doctor.link_probe import CorruptedError, Links, PairRate
 from launch.doctor.machine import Machine
 from launch.doctor.report import Check, Verdict, size_text
-from launch.recipe.words import counted
 
 SLOW_PAIR = 4.0  # how many times slower than the fastest pair of its kind a pair must be to be reported
 _SLOW_SETTINGS = {

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from auto3d.words import counted
 from launch.doctor.all_reduce_probe import MEASURE_S, MEET_S
 from launch.doctor.device_probe import DEVICES_S
 from launch.doctor.node_probe import (
@@ -30,7 +31,6 @@ from launch.executors.follow import SETTLE_S
 from launch.executors.submit import submit_calls
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
-from launch.recipe.words import counted
 from launch.slurm.client import SlurmError
 from launch.slurm.jobs import JobState, cancel, job_states
 from launch.slurm.sbatch import check_folder

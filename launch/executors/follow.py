@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from auto3d.runtime.measurement import Measurement, Status
+from auto3d.words import counted
 from launch.executors.submit import cancel_listed_again, most_at_once, submissions, submit, submit_one
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.words import counted
 from launch.slurm.client import SlurmError
 from launch.slurm.jobs import STATES_S, JobState, cancel, job_states
 from launch.store.ends import record_ends

@@ -21,10 +21,10 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.helpers import clean_env
 
 from auto3d.runtime.measurement import Measurement, Status
+from auto3d.words import counted
 from launch.executors.job import run_on_node
 from launch.model.stored_programs import copy_programs
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.words import counted
 from launch.slurm.client import JobLimitError, SlurmError, run
 from launch.slurm.jobs import answers, any_job, cancel, job_states, listed_states, max_array_size
 from launch.slurm.sbatch import check_folder, nodes_needed, parameters, python, text

@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import Protocol
 
 from auto3d.runtime.measurement import Measurement
+from auto3d.words import counted
 from launch.executors.follow import follow_jobs
 from launch.executors.local import LocalTrials
 from launch.executors.submit import submit
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.words import counted
 from launch.slurm.executor import on_slurm
 from launch.store.trials import Trial, exclusive
 from launch.store.watcher import SomeTrials, Watcher

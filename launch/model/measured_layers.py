@@ -18,10 +18,10 @@ from auto3d.cost.layers import (
 )
 from auto3d.cost.work import Work
 from auto3d.search.planned_model import PlannedLayers
+from auto3d.words import counted
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import predicted_precision
 from launch.recipe.shipped import RECIPES
-from launch.recipe.words import counted
 
 PUBLISHED = RECIPES / "published" / "data"  # published measurements, each with its source
 ONE_SAMPLE = ("model", "device", "tp", "forward_s_per_sample")

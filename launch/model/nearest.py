@@ -11,9 +11,9 @@ from auto3d.search.make import PlanMaker
 from auto3d.search.recompute import AUTO, FULL
 from auto3d.search.search import Search
 from auto3d.search.space import Refusals
+from auto3d.words import counted
 from launch.recipe.error import RecipeError
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.words import counted
 
 
 def no_plan_found(recipe: LoadedRecipe, search: Search) -> RecipeError:

@@ -28,7 +28,7 @@ from launch.recipe.settings import emulation, predicted_precision, predicted_tim
 
 REQUIRED = ("micro_batch_size", "tp", "dp", "pp")  # every row has them
 PLAN_COLUMNS = (*REQUIRED, "partition_cuts", *CHOICES)
-_FLAGS = {"false": False, "true": True, "0": False, "1": True}
+_TRUTH_OF = {"false": False, "true": True, "0": False, "1": True}
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,9 @@ def _value(name: str, text: str) -> Any:
             return int(text)
         raise InputError(f"{name}: found {text!r}; it takes a whole number")
     if kind is bool:
-        if text.lower() in _FLAGS:
-            return _FLAGS[text.lower()]
-        raise InputError(f"{name}: found {text!r}; it takes {' or '.join(_FLAGS)}")
+        if text.lower() in _TRUTH_OF:
+            return _TRUTH_OF[text.lower()]
+        raise InputError(f"{name}: found {text!r}; it takes {' or '.join(_TRUTH_OF)}")
     if axis.options or text in axis.takes:  # options are checked where the schedule is made
         return text
     if text.lower() in axis.takes:

@@ -12,6 +12,7 @@ from auto3d.search.planned_model import PlannedGraphs, PlannedModel
 from auto3d.search.search import Budget, Search
 from auto3d.search.space import Domain
 from auto3d.share import Share
+from auto3d.words import counted
 from launch.model.candidates import check_memory_known, check_rules, task, updates_check
 from launch.model.capture_process import CaptureProcess
 from launch.model.costs import INTERPOLATED, cost_model, planning_subject
@@ -27,7 +28,6 @@ from launch.recipe.settings import (
     planner_options,
     search_space,
 )
-from launch.recipe.words import counted
 
 SHOWN = 20  # plans that `auto3d plan` prints: a search loses none of them
 

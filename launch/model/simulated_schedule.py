@@ -14,7 +14,7 @@ from auto3d.simulate.critical_path import count, critical_path
 from auto3d.simulate.idle import SteadyState, bubble_ratio, idle, idle_within, steady_state
 from auto3d.simulate.simulate import Timeline, simulate
 
-_FLAGS = {"sync": "--sync-placement"}  # options of schedules whose flag has another name
+_FLAG_OF = {"sync": "--sync-placement"}  # options of schedules whose flag has another name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def figures_of(timeline: Timeline) -> ScheduleFigures:
 
 def flag(option: str) -> str:
     """The option as the command line spells it."""
-    return _FLAGS.get(option, f"--{option.replace('_', '-')}")
+    return _FLAG_OF.get(option, f"--{option.replace('_', '-')}")
 
 
 def _timeline(name: str, request: ScheduleRequest, options: dict[str, int | str]) -> Timeline:

@@ -27,6 +27,7 @@ from yaml import YAMLError
 from auto3d.errors import ProblemKind
 from auto3d.plan import NO_OVERLAP
 from auto3d.runtime.settings import OPTIMIZERS
+from auto3d.words import counted
 from launch.peers.limits import DEEPSPEED
 from launch.recipe.cluster_schema import AcceleratorRecipe, LinkRecipe
 from launch.recipe.data_schema import FOLDERS, INPUT_KEYS, SOURCES, TOKEN_KINDS, InputRecipe
@@ -37,7 +38,6 @@ from launch.recipe.overrides import KeyPath, file_names, nested, read_overrides,
 from launch.recipe.schema import Recipe
 from launch.recipe.schema_key import AUTO
 from launch.recipe.shipped import RECIPES
-from launch.recipe.words import counted
 
 _GROUPS = ", ".join(groups())
 _ON_RUNS = ("status", "logs", "cancel", "resume")  # they take paper-ITEM, the name of an item's runs

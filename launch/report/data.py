@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from auto3d.errors import InputError
+from auto3d.words import counted
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import cluster
-from launch.recipe.words import counted
 from launch.report.details import PlanDetail, detail_of
 from launch.report.rows import PlanRow, front, order, row_of
 from launch.report.source import ReportSource, source_of

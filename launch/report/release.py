@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from auto3d.errors import InputError
-from launch.recipe.words import counted
+from auto3d.words import counted
 
 RUN = ("commit", "date", "seconds", "pace", "exit code", "machine", "last line")  # columns of the runs of a part
 WIDTH, HEIGHT, MARGIN = 160, 28, 3  # pixels; a history is drawn so large

@@ -13,6 +13,7 @@ from auto3d.schedule import samples_at_once
 from auto3d.search.axes import Candidate
 from auto3d.search.search import Search
 from auto3d.search.space import Refusals
+from auto3d.words import counted
 from launch.console import tables
 from launch.model import candidates
 from launch.model.assumed import assumed_lines, places_assumed
@@ -23,7 +24,6 @@ from launch.model.search import search_recipe
 from launch.model.sweep_plans import plans_of_sweep
 from launch.recipe.load import LoadedRecipe, load
 from launch.recipe.settings import emulation, predicted_precision
-from launch.recipe.words import counted
 from launch.store.trials import StoreError, candidate_in, last_command, measurement_of, recipe_folder, trial_settings
 
 SEARCHED = 1000  # most plans of a search that a report lists

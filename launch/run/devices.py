@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from auto3d.words import counted
 from launch.recipe.load import LoadedRecipe, RecipeError
 from launch.recipe.settings import device
-from launch.recipe.words import counted
 from launch.run.scaled_down import what_helps
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"

@@ -1,7 +1,7 @@
 """What to run instead where the devices of a recipe's cluster are missing."""
 
+from auto3d.words import counted
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.words import counted
 
 DEVICES, LAYERS, BATCH = 8, 8, 16  # emulated devices, layers and samples: minutes for a sweep on two cores
 _LAYERS_KEYS = ("n_layer", "num_hidden_layers", "num_layers")  # names of that key in configurations of transformers

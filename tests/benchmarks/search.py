@@ -15,6 +15,7 @@ from time import perf_counter, process_time
 
 from tabulate import tabulate
 
+from auto3d.cost.closed_forms import amp_s
 from auto3d.cost.model import CostModel
 from auto3d.plan import Plan
 from auto3d.search.algorithms.annealing import annealing
@@ -109,7 +110,7 @@ def mixed() -> tuple[str, list[Target]]:
 
 def speed() -> tuple[str, list[Target]]:
     """Candidates per second, where each is made into a Plan, checked for memory and timed."""
-    form = _rate(CostModel.closed_form_s, candidates=3000)
+    form = _rate(lambda model, plan: model.slowest_pipeline_s(plan, amp_s), candidates=3000)
     search = search_recipe(load("gpt175b"))
     searched_s = search.elapsed_s
     model, plan = _of_sixteen_stages(search_recipe(load("gpt175b", ["training.global_batch=1024"])))

@@ -86,15 +86,6 @@ def test_a_pair_of_nodes_talks_at_the_lower_of_their_figures():
     assert Traffic(cluster, [(0, 2)]).message_s(0, 2, 100) == pytest.approx(10)
 
 
-def test_hierarchical_all_reduce_sends_less_between_nodes():
-    """A ring of the four devices inside, then between two nodes a quarter of the bytes for each device, on one lane."""
-    cluster, group = two_nodes(1), tuple(range(8))
-    traffic = Traffic(cluster, [group])
-    inside = 2 * 3 / 4 * 400 / 100
-    between = 2 * 1.0 + 2 * 1 / 2 * 400 / 10
-    assert traffic.hierarchical_all_reduce_s(group, 400) == pytest.approx(inside + between)
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [

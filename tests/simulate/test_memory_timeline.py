@@ -2,15 +2,14 @@
 
 import pytest
 
-from auto3d.errors import InputError
 from auto3d.partition.recompute import kept_fractions
 from auto3d.schedule import build_schedule
 from auto3d.schedule.in_flight import in_flight, peak_activations
 from auto3d.schedule.weight_versions import weight_copies
 from auto3d.simulate.costs import uniform
-from auto3d.simulate.memory_timeline import Sizes, bytes_over_time
 from auto3d.simulate.simulate import simulate
 from tests.schedule.samples import BY_RULE
+from tests.simulate.held_bytes import Sizes, bytes_over_time
 
 
 def sizes(schedule, *, activations=0.0, kept=0.0, weights=0.0) -> Sizes:
@@ -58,9 +57,3 @@ def test_a_kept_fraction_costs_memory_and_saves_time():
     kept = Sizes(activations=(100,) * 4, kept=tuple(100 * fraction for fraction in fractions), weights=(0,) * 4)
     peaks = [device.peak for device in bytes_over_time(timeline, kept)]
     assert peaks == pytest.approx([175, 175, 175, 100]), "(n - 1) α + 1 sets of activations, the same on each"
-
-
-def test_sizes_that_do_not_fit():
-    schedule = build_schedule("1f1b", devices=3, micro_batches=4)
-    with pytest.raises(InputError, match="weights has 1 value; the schedule has 3 stages"):
-        bytes_over_time(simulate(schedule, uniform(schedule)), Sizes(activations=(1,) * 3, kept=(1,) * 3, weights=(1,)))

@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from auto3d.capture.graph import Graph, GraphNode
-from auto3d.tensor.conversions import CONVERSIONS, Conversion
+from auto3d.tensor.conversions import conversion_of
 
 WITH_EARLIER = "auto3d.with_earlier.default"  # joins the keys or the values of all slices so far
 # Operators whose backward returns the gradient of the result as that of each operand of the same shape.
@@ -298,7 +298,7 @@ def _passes(node: GraphNode, shape: tuple[int, ...]) -> bool:
         return False
     if _is_view(node):
         return prod(node.outputs[0].shape) == prod(shape)
-    if (conversion := _conversion(node)) is not None:
+    if (conversion := conversion_of(node.operator)) is not None:
         return conversion.backward is None and node.outputs[0].shape == shape
     return node.operator in _PASSES_GRADIENT and node.outputs[0].shape == shape
 
@@ -310,14 +310,8 @@ def _keeps_order(node: GraphNode, view: bool) -> bool:
 
 def _is_view(node: GraphNode) -> bool:
     """Whether the results show the memory of an operand: a conversion that exchanges nothing forward returns it."""
-    conversion = _conversion(node)
+    conversion = conversion_of(node.operator)
     return node.is_view or (conversion is not None and conversion.name == "copy")
-
-
-def _conversion(node: GraphNode) -> Conversion | None:
-    """The conversion of placements that ``node`` does, if it does one."""
-    namespace, _, name = node.operator.removesuffix(".default").partition(".")
-    return CONVERSIONS.get(name) if namespace == "auto3d" else None
 
 
 def _temporaries(graph: Graph, node: GraphNode, shapes: Mapping[str, tuple[int, ...]]) -> tuple[float, float]:

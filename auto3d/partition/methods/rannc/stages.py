@@ -12,6 +12,7 @@ from auto3d.partition.methods.rannc.operation_profile import OperationProfiles
 from auto3d.partition.methods.rannc.runs import RunCosts, Runs
 from auto3d.partition.request import StageSeconds
 from auto3d.partition.stage import PartitionError
+from auto3d.words import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,16 +291,12 @@ class StageSearch:
             else:
                 problem, enough = "are too few for", f"{many * self.profiles.smallest}"
             return PartitionError(
-                f"global_batch: {self.global_batch} samples {problem} {total} {_plural('device', total)} and "
-                f"{self.runs.blocks} {_plural('block', self.runs.blocks)}; {enough} would be enough"
+                f"global_batch: {self.global_batch} samples {problem} {counted(total, 'device')} and "
+                f"{counted(self.runs.blocks, 'block')}; {enough} would be enough"
             )
         have, need = self.profiles.costs.memory_bytes / 2**20, ceil(10 * least[0] / 2**20) / 10
         return PartitionError(
-            f"no stages fit {total} {_plural('device', total)} of {have:,.1f} MiB with a batch of {self.global_batch}; "
+            f"no stages fit {counted(total, 'device')} of {have:,.1f} MiB with a batch of {self.global_batch}; "
             f"the least that is enough is {need:,} MiB, with stages = {least[1]}, micro-batches = {least[2]}",
             kind="memory",
         )
-
-
-def _plural(noun: str, count: int) -> str:
-    return noun if count == 1 else f"{noun}s"
