@@ -118,6 +118,52 @@ def module_files(parts: list[str]) -> list[str]:
     return [f"{'/'.join(parts)}.py", f"{'/'.join(parts)}/__init__.py"]
 
 
+OUTLINE = re.compile(r"^( *)- `([\w/.]+\.py):(\w+)`", re.MULTILINE)
+
+
+def outlined() -> list[tuple[tuple[str, str] | None, tuple[str, str]]]:
+    """The (file, name) of each item of ARCHITECTURE's outlines, behind that of the item which it is indented under."""
+    above: list[tuple[str, str]] = []
+    found = []
+    for indent, path, name in OUTLINE.findall((ROOT / "ARCHITECTURE.md").read_text()):
+        file = next(place for place in (path, f"auto3d/{path}") if place in tracked())
+        del above[len(indent) // 2 :]
+        found.append((above[-1] if above else None, (file, name)))
+        above.append((file, name))
+    return found
+
+
+def mentioned(file: str, name: str) -> set[str]:
+    """The names and texts in what ``file`` defines as ``name``: functions, methods, a class or a constant."""
+    nodes = [
+        node
+        for node in ast.walk(ast.parse((ROOT / file).read_text()))
+        if getattr(node, "name", None) == name
+        or (isinstance(node, ast.Assign) and name in [ast.unparse(target) for target in node.targets])
+        or (isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name)
+    ]
+    return {
+        value
+        for node in nodes
+        for inner in ast.walk(node)
+        for value in (getattr(inner, "id", None), getattr(inner, "attr", None), getattr(inner, "value", None))
+        if isinstance(value, str)
+    }
+
+
+@pytest.mark.parametrize(("caller", "called"), outlined(), ids=lambda item: item and item[1])
+def test_outlines_follow_the_calls(caller, called):
+    file, name = called
+    assert name in names_in(file), f"{file} defines no {name}"
+    assert caller is None or name in mentioned(*caller), f"{caller[1]} of {caller[0]} does not call {name}"
+
+
+def test_an_outline_that_differs_from_the_calls_is_found():
+    assert "export_with" in mentioned("auto3d/capture/export.py", "export")
+    assert "describe" not in mentioned("auto3d/capture/export.py", "export")
+    assert len(outlined()) > 60
+
+
 @cache
 def targets() -> frozenset[str]:
     return frozenset(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
