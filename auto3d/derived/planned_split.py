@@ -9,6 +9,7 @@ from auto3d.garbage import garbage_collection_paused
 from auto3d.plan import PlanError
 from auto3d.share import Share
 from auto3d.tensor.derivation import ImpossibleSplitError
+from auto3d.tensor.known_rules import RULES_KEY
 from auto3d.tensor.weight_rules import RuledSplits, known_rules, weight_splits
 from auto3d.tensor_placement import Split
 
@@ -27,7 +28,7 @@ def planned_split(captured: CapturedModel, share: Share, *, rules: Mapping[str, 
             return derived_split(captured, share, pinned=pinned)
         except ImpossibleSplitError as error:
             if error.name in ruled.by_user:
-                raise PlanError(f"tensor_parallel: {str(error).removeprefix('split: ')}") from None
+                raise PlanError(error.problem, key=RULES_KEY) from None
             del pinned[error.name]
 
 

@@ -16,8 +16,9 @@ class ImpossibleSplitError(PlanError):
 
     def __init__(self, name: str, split: Split, operator: str) -> None:
         super().__init__(
-            f"split: {name} cannot be split along dimension {split.dim} in blocks {list(split.blocks)}, because "
-            f"{operator} needs it in another way; split it along another dimension, or not at all"
+            f"{name} cannot be split along dimension {split.dim} in blocks {list(split.blocks)}, because {operator} "
+            "needs it in another way; split it along another dimension, or not at all",
+            key="split",
         )
         self.name = name
 

@@ -4,6 +4,7 @@ A rule has a pattern of module names, in which ``*`` stands for any part of a na
 rules that match a module the last one counts.
 """
 
+RULES_KEY = "tensor_parallel"  # key of a recipe's model that has its rules, in errors
 COLUMN, ROW, HEADS, VOCABULARY, WHOLE = RULES = ("column", "row", "heads", "vocabulary", "whole")
 
 STYLES = {

@@ -17,7 +17,7 @@ from torch import fx, nn
 from auto3d.capture.model import CapturedModel
 from auto3d.plan import PlanError
 from auto3d.tensor.feature_pieces import feature_blocks, input_units
-from auto3d.tensor.known_rules import HEAD, HEADS, ROW, SHIPPED, STYLES, VOCABULARY, WHOLE
+from auto3d.tensor.known_rules import HEAD, HEADS, ROW, RULES_KEY, SHIPPED, STYLES, VOCABULARY, WHOLE
 from auto3d.tensor_placement import Split
 
 _VIEWS_OF_WEIGHTS = ("t", "transpose", "permute", "numpy_T", "mT", "alias", "detach", "to", "contiguous")
@@ -96,15 +96,15 @@ def weight_splits(
             for name, split in splits.items():
                 other = found.setdefault(name, (split, use))
                 if other[0] != split:
-                    raise PlanError(
-                        f"tensor_parallel: {use} and {other[1]} share {name}, but their rules split it differently; "
-                        "give them rules that agree"
+                    raise _refused(
+                        f"{use} and {other[1]} share {name}, but their rules split it differently; give them rules "
+                        "that agree"
                     )
             by_user |= splits.keys() if is_users else set()
         except PlanError as error:
             if is_users:
                 raise
-            impossible[use.weight] = str(error).removeprefix("tensor_parallel: ")
+            impossible[use.weight] = error.problem
     splits = {name: split for name, (split, _) in sorted(found.items()) if name not in impossible or name in by_user}
     pinned = splits | dict.fromkeys(sorted(whole))
     return RuledSplits(pinned=pinned, by_user=frozenset(by_user), impossible=impossible)
@@ -228,15 +228,17 @@ def _matches(pattern: str, use: WeightUse) -> bool:
     return any(re.fullmatch(expression, module) for module in use.modules)
 
 
+def _refused(problem: str) -> PlanError:
+    return PlanError(problem, key=RULES_KEY)
+
+
 def _check_patterns(rules: Mapping[str, str], uses: Sequence[WeightUse]) -> None:
     names = [re.sub(r"\d+", "*", module) for use in uses for module in use.modules]
     for pattern in rules:
         if not any(_matches(pattern, use) for use in uses):
             near = get_close_matches(pattern, names, n=1, cutoff=0)
             hint = f"; a pattern of this model is {near[0]}" if near else ""
-            raise PlanError(
-                f"tensor_parallel: {pattern!r} matches no module that multiplies a weight or looks up its rows{hint}"
-            )
+            raise _refused(f"{pattern!r} matches no module that multiplies a weight or looks up its rows{hint}")
 
 
 def _splits(captured: CapturedModel, use: WeightUse, word: str, shards: int) -> dict[str, Split]:
@@ -245,7 +247,7 @@ def _splits(captured: CapturedModel, use: WeightUse, word: str, shards: int) -> 
     features = shape[use.output_dim]
     if word == VOCABULARY:
         if len(shape) != 2:
-            raise PlanError(f"tensor_parallel: {use} is a convolution, which has no vocabulary; it takes column or row")
+            raise _refused(f"{use} is a convolution, which has no vocabulary; it takes column or row")
         dim = 0 if use.input_dim is None else use.output_dim
         biases = [] if use.input_dim is None else _biases(captured, use, features)
         return {use.weight: Split(dim, (shape[dim],)), **{name: Split(0, (shape[dim],)) for name in biases}}
@@ -254,17 +256,13 @@ def _splits(captured: CapturedModel, use: WeightUse, word: str, shards: int) -> 
     blocks, added = feature_blocks(use.node, use.feature_dim, features, captured.exported.parameters)
     for block in blocks:
         if word == HEADS and not block.has_heads:
-            raise PlanError(
-                f"tensor_parallel: the result of {use} is not divided into heads, so it takes column instead of heads"
-            )
+            raise _refused(f"the result of {use} is not divided into heads, so it takes column instead of heads")
         if block.units == 1 and block.size > 1 and not block.has_heads:
-            raise PlanError(
-                f"tensor_parallel: the model reads parts of the result of {use} that overlap; it takes row or whole"
-            )
+            raise _refused(f"the model reads parts of the result of {use} that overlap; it takes row or whole")
         units = gcd(block.units, use.groups) if use.groups > 1 else block.units
         if units % shards:
             what = "heads" if block.has_heads else "groups" if use.groups > 1 else "output features"
-            raise PlanError(f"tensor_parallel: {use} has {units} {what}, which do not divide into {shards} shards")
+            raise _refused(f"{use} has {units} {what}, which do not divide into {shards} shards")
     sizes = tuple(block.size for block in blocks)
     biases = [*_own_bias(use), *added]
     return {use.weight: Split(use.output_dim, sizes), **{name: Split(0, sizes) for name in biases}}
@@ -272,14 +270,14 @@ def _splits(captured: CapturedModel, use: WeightUse, word: str, shards: int) -> 
 
 def _row(use: WeightUse, shape: Sequence[int], shards: int) -> Split:
     if use.input_dim is None:
-        raise PlanError(f"tensor_parallel: {use} is an embedding, which takes vocabulary, column or whole, not row")
+        raise _refused(f"{use} is an embedding, which takes vocabulary, column or whole, not row")
     if use.groups > 1:
-        raise PlanError(f"tensor_parallel: {use} is a convolution in groups, which takes column or whole, not row")
+        raise _refused(f"{use} is a convolution in groups, which takes column or whole, not row")
     size = shape[use.input_dim]
     units = input_units(use.input, size) if use.input is not None and use.feature_dim == -1 else None
     if (units or size) % shards:
         what = "heads in its input" if units else "input features"
-        raise PlanError(f"tensor_parallel: {use} has {units or size} {what}, which do not divide into {shards} shards")
+        raise _refused(f"{use} has {units or size} {what}, which do not divide into {shards} shards")
     return Split(use.input_dim, (size,))
 
 

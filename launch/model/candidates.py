@@ -21,6 +21,7 @@ from auto3d.search.make import PlanMaker
 from auto3d.search.search import Ranked
 from auto3d.search.space import Domain, Workload
 from auto3d.share import WHOLE
+from auto3d.tensor.known_rules import RULES_KEY
 from launch.model.costs import INTERPOLATED, captured_subject, cost_model, runtime_memory
 from launch.model.graphs import PlanningModel
 from launch.peers.limits import check_engine
@@ -105,10 +106,9 @@ def check_rules(recipe: LoadedRecipe, domain: Domain, model: PlanningModel) -> N
     try:
         model.split(sizes[0], WHOLE)
     except InputError as error:
-        key, found, problem = str(error).partition("tensor_parallel: ")
-        if key or not found:
+        if error.key != RULES_KEY:
             raise
-        raise recipe.error("model.tensor_parallel", problem) from None
+        raise recipe.error(f"model.{RULES_KEY}", error.problem) from None
 
 
 def updates_check(recipe: LoadedRecipe, graph: Callable[[], Graph]) -> Callable[[Plan], None]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from auto3d.errors import InputError
 from auto3d.process_memory import status_bytes
 from auto3d.share import Share
+from auto3d.tensor.known_rules import RULES_KEY
 from launch.model.capture_process import CaptureProcess
 from launch.model.check_capture import check_at
 from launch.model.graphs import PlanningModel, default_micro_batch_size
@@ -90,9 +91,9 @@ def _tensor_figures(recipe: LoadedRecipe, micro_batch_size: int, share: Share) -
                 return found
         return explain(recipe, micro_batch_size)
     except InputError as error:
-        if not str(error).startswith("tensor_parallel: "):
+        if error.key != RULES_KEY:
             raise
-        raise recipe.error("model.tensor_parallel", str(error).removeprefix("tensor_parallel: ")) from None
+        raise recipe.error(f"model.{RULES_KEY}", error.problem) from None
 
 
 def _explained(share: Share, recipe: LoadedRecipe, micro_batch_size: int) -> "Explanation":

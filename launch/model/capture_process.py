@@ -43,13 +43,13 @@ class CaptureProcess:
             self._pipe = self._start()
         self._pipe.send((function, arguments))
         try:
-            result, problem, traceback = self._pipe.recv()
+            result, refusal, traceback = self._pipe.recv()
         except EOFError:
-            problem, traceback = KILLED, ""
+            refusal, traceback = {"problem": KILLED}, ""
         if traceback:
             raise RuntimeError(f"the process that captures models failed:\n{traceback}")
-        if problem:
-            raise InputError(problem)
+        if refusal:
+            raise InputError(**refusal)
         return result
 
     def _start(self) -> Connection:
@@ -72,9 +72,9 @@ def _answer(pipe: Connection) -> None:
         while True:
             function, arguments = pipe.recv()
             try:
-                answer = function(*arguments), "", ""
+                answer = function(*arguments), None, ""
             except InputError as error:
-                answer = None, str(error), ""
+                answer = None, {"problem": error.problem, "key": error.key, "kind": error.kind}, ""
             except Exception:
-                answer = None, "", format_exc()
+                answer = None, None, format_exc()
             pipe.send(answer)

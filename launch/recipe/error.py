@@ -11,4 +11,4 @@ class RecipeError(InputError):
     """A recipe cannot be used. The message is one line for its author: file, key, problem."""
 
     def __init__(self, file: Path | str, key: str, problem: str, *, kind: ProblemKind = "other") -> None:
-        super().__init__(f"{file}: {key}: {problem}" if key else f"{file}: {problem}", kind=kind)
+        super().__init__(problem, key=f"{file}: {key}" if key else str(file), kind=kind)

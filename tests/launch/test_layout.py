@@ -136,6 +136,62 @@ def test_a_class_name_means_one_thing():
     assert {name: found for name, found in files.items() if len(found) > 1} == {}
 
 
+READ_AS_TEXT = {"launch/papers/rows.py"}  # files that read messages of our own errors; this list only gets shorter
+READING = {
+    "startswith",
+    "endswith",
+    "removeprefix",
+    "removesuffix",
+    "partition",
+    "rpartition",
+    "split",
+    "find",
+    "index",
+}
+
+
+def read_as_text(tree: ast.AST, ours: set[str]) -> list[int]:
+    """The lines that look into the message of one of ``ours``, the names of error classes that have key and problem."""
+
+    def is_ours(annotation: ast.expr | None) -> bool:
+        return annotation is not None and not ours.isdisjoint(re.findall(r"\w+", ast.unparse(annotation)))
+
+    scopes = [
+        (node, node.name) for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and is_ours(node.type)
+    ]
+    scopes += [
+        (node, argument.arg)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        for argument in node.args.args
+        if is_ours(argument.annotation)
+    ]
+    return [
+        call.lineno
+        for scope, name in scopes
+        for call in ast.walk(scope)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in READING
+        if ast.unparse(call.func.value) == f"str({name})"
+    ]
+
+
+def test_our_errors_say_their_key_instead_of_being_read():
+    trees = {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in imports_of_ours()}
+    bases = {
+        node.name: {ast.unparse(base) for base in node.bases}
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    ours = {"InputError"}
+    while new := {name for name, of in bases.items() if of & ours} - ours:
+        ours |= new
+    assert len(ours) > 20
+    assert {file for file, tree in trees.items() if read_as_text(tree, ours)} == READ_AS_TEXT
+    example = "try: f()\nexcept PlanError as error:\n    word = str(error).partition(': ')\n    other.split()"
+    assert read_as_text(ast.parse(example), ours) == [3]
+
+
 def test_a_mark_is_on_a_test():
     """pytest takes a mark of a helper without a word, and the tests that it was meant for run in the suite."""
     lost = [

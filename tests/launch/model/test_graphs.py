@@ -10,6 +10,7 @@ import pytest
 from auto3d.capture import cache
 from auto3d.capture.interpolate import interpolate
 from auto3d.errors import InputError
+from auto3d.plan import PlanError
 from auto3d.share import Share
 from launch.model.capture_process import CaptureProcess
 from launch.model.graphs import PlanningModel
@@ -58,6 +59,16 @@ def test_a_model_that_cannot_run_in_slices_says_so_in_another_process_too(folder
         for model in (PlanningModel(load("own.yaml", [])), PlanningModel(load("own.yaml", []), process=process)):
             with pytest.raises(InputError, match="schedule: this model cannot run in slices of its sequence"):
                 model.local_graphs(4, Share(slices=2))
+
+
+def _refuse() -> None:
+    raise PlanError("it is too large", key="split", kind="memory")
+
+
+def test_an_error_keeps_its_key_and_kind_in_another_process():
+    with CaptureProcess() as process, pytest.raises(InputError, match=r"^split: it is too large$") as refusal:
+        process.call(_refuse)
+    assert (refusal.value.key, refusal.value.problem, refusal.value.kind) == ("split", "it is too large", "memory")
 
 
 def _die(_recipe: LoadedRecipe, _size: int) -> None:
