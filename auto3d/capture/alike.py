@@ -51,7 +51,7 @@ class DerivedCalls:
 
 
 def _result(target: Any, args: tuple, kwargs: dict) -> Any:
-    args, kwargs = values_of(args, kwargs)
+    args, kwargs = values_in(args, kwargs)
     with torch.enable_grad():
         return target(*args, **kwargs)
 
@@ -82,6 +82,6 @@ def _value(node: fx.Node) -> Hashable:
     return described(node.meta["val"], _value)
 
 
-def values_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple, dict]:
+def values_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple, dict]:
     """Arguments with the values of nodes in place of the nodes."""
     return fx.node.map_arg((tuple(args), dict(kwargs)), lambda node: node.meta["val"])

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from auto3d.capture.alike import signature, values_of
+from auto3d.capture.alike import signature, values_in
 from auto3d.capture.attention import fused_attention
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -48,7 +48,7 @@ class OperationCosts:
         """
         key = signature(target, args, kwargs)
         if key not in self._known:
-            values, named = values_of(args, kwargs)
+            values, named = values_in(args, kwargs)
             try:
                 self._known[key] = _cost(target, values, named, self._device if self._fused_attention else None)
             except Exception as error:  # kernels raise errors of any kind

@@ -13,7 +13,9 @@ _COLOURS = ("#4878a8", "#8fb3d5")  # neighbouring subgraphs differ
 _INK = "#222222"
 
 
-def draw_svg(graph: Graph, sharding: Sharding, partition: Partition, notes: Sequence[str], caption: str) -> str:
+def draw_partition_svg(
+    graph: Graph, sharding: Sharding, partition: Partition, notes: Sequence[str], caption: str
+) -> str:
     """The text of an SVG file; ``notes[i]`` stands at the end of the row of stage i."""
     flops = [_stage_flops(graph, sharding, stage.operations) for stage in partition.stages]
     widest = max(sum(cells.values()) for cells in flops) or 1

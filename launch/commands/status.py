@@ -4,7 +4,7 @@ import click
 
 from launch.commands.consoles import err
 from launch.commands.options import recipe_command
-from launch.drivers.status import standings, summary, table, watch
+from launch.drivers.status import standings, status_summary, status_table, watch
 from launch.papers.stored import loaded_run
 
 
@@ -17,5 +17,5 @@ def status(recipe: str, overrides: tuple[str, ...], watched: bool) -> int:
     """
     loaded = loaded_run(recipe, overrides)
     states = watch(loaded, err) if watched else standings(loaded)
-    print(f"{table(states)}\n\n{summary(states)}")
+    print(f"{status_table(states)}\n\n{status_summary(states)}")
     return 0

@@ -7,7 +7,7 @@ from typing import Any
 from tabulate import tabulate
 
 from auto3d.errors import InputError
-from auto3d.partition.draw_svg import draw_svg
+from auto3d.partition.draw_svg import draw_partition_svg
 from auto3d.search.partitioned import check_runs, plan_of
 from auto3d.words import counted
 from launch.console.output import print_json, write_text
@@ -49,7 +49,7 @@ def _picture(recipe: LoadedRecipe, partitioned: PartitionedModel) -> str:
     notes = [f"{stage.flops_share:.1%}, {_short(stage.parameters)} parameters" for stage in figures.stages]
     stages = counted(len(notes), "stage")
     caption = f"{recipe.name}, {figures.method}, {stages}: balance {figures.balance:.3f} (max / mean FLOPs)"
-    return draw_svg(partitioned.request.graph, partitioned.sharding, partitioned.partition, notes, caption)
+    return draw_partition_svg(partitioned.request.graph, partitioned.sharding, partitioned.partition, notes, caption)
 
 
 def _table(figures: PartitionFigures) -> str:

@@ -15,7 +15,7 @@ from launch.model.assumed import SIGN, SIGN_MEANS, assumed_lines, places_assumed
 from launch.model.certainty import Certainty, certainty_lines, certainty_of
 from launch.model.config_keys import unquantized
 from launch.model.ranking import EXPLAINED, describe_certificate, fastest_order, predicted_on, search_record
-from launch.model.search import SHOWN, described
+from launch.model.search import SHOWN, described_as
 from launch.recipe.load import LoadedRecipe
 
 INTERVAL = "80 %\n(s)"
@@ -80,7 +80,7 @@ def cells(one: Ranked, certainty: Certainty | None = None, mark: str = "") -> tu
 
 
 def _summary(recipe: LoadedRecipe, search: Search) -> str:
-    return f"{described(recipe, search)}; {predicted_on(recipe, search)}"
+    return f"{described_as(recipe, search)}; {predicted_on(recipe, search)}"
 
 
 def _same(plans: Sequence[tuple[int, Ranked]]) -> str:

@@ -113,7 +113,7 @@ def _unfinished(history: History | None, states: dict[str, JobState] | None, run
     return "running" if state.running else f"pending ({state.why})"
 
 
-def table(found: Sequence[Standing]) -> str:
+def status_table(found: Sequence[Standing]) -> str:
     """The states as a table, one row per trial."""
     rows = [
         (one.trial, one.state, one.job or "-", one.starts, "-" if one.iteration_s is None else f"{one.iteration_s:.3f}")
@@ -122,7 +122,7 @@ def table(found: Sequence[Standing]) -> str:
     return tabulate(rows, ["trial", "state", "job", "starts", "s per\niteration"], disable_numparse=True)
 
 
-def summary(found: Sequence[Standing]) -> str:
+def status_summary(found: Sequence[Standing]) -> str:
     """The states in one line: how many trials are in each."""
     counts = Counter(one.state.split(" (")[0] for one in found)
     return ", ".join(f"{number} {state}" for state, number in counts.items()) or "no trial"
@@ -133,7 +133,7 @@ def watch(recipe: LoadedRecipe, console: Console) -> list[Standing]:
     shown = ""
     while True:
         found = standings(recipe)
-        if (line := summary(found)) != shown:
+        if (line := status_summary(found)) != shown:
             shown = line
             console.print(line, markup=False, soft_wrap=True)
         if not any(one.under_way for one in found):

@@ -121,7 +121,7 @@ def algorithm(recipe: LoadedRecipe) -> str:
     return "exhaustive" if named == AUTO else named
 
 
-def described(recipe: LoadedRecipe, search: Search) -> str:
+def described_as(recipe: LoadedRecipe, search: Search) -> str:
     """What ``search`` did, in words, and what ended it before it was sure of the best plans."""
     candidates = f"{len(search.domain) + search.domain.refused.total:,}"
     looked_at = f"{search.looked_at:,} looked at, {search.simulated:,} simulated"

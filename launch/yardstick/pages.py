@@ -8,7 +8,7 @@ from tabulate import tabulate
 
 from launch.yardstick.certainty import planning, section
 from launch.yardstick.measured import GIB, PublishedRun
-from launch.yardstick.pictures import draw
+from launch.yardstick.pictures import draw_pictures
 from launch.yardstick.predictors import Predicted, Predictor
 from launch.yardstick.results import ReplayedTrace, ScoredSet
 from launch.yardstick.scores import memory_errors, time_error
@@ -43,7 +43,7 @@ def write_pages(sets: Sequence[ScoredSet], traces: Sequence[ReplayedTrace], fold
     files = []
     for one in sets:
         files.append(folder / f"{one.measured.name}.png")
-        draw(one, files[-1])
+        draw_pictures(one, files[-1])
         parts += [*_section(one)]
     if traces:
         rows = [(one.name, one.steps, percent(one.error, 2), percent(one.recorded_error, 2)) for one in traces]

@@ -9,7 +9,7 @@ PANEL = (4.5, 4.2)  # inches
 OTHER = "textbook"  # the predictor that is drawn behind the first
 
 
-def draw(one: ScoredSet, file: Path) -> None:
+def draw_pictures(one: ScoredSet, file: Path) -> None:
     """Write a PNG with a panel of times and, where memory was measured, one of peaks.
 
     It shows the first predictor, its fitted parts in another colour, and behind it the textbook's.

@@ -136,6 +136,71 @@ def test_a_class_name_means_one_thing():
     assert {name: found for name, found in files.items() if len(found) > 1} == {}
 
 
+IN_TWO_ROOMS = {  # names of functions that two rooms give to others; this list only gets shorter
+    "all_reduce",
+    "check",
+    "check_optimizer",
+    "explain",
+    "export",
+    "identity_of",
+    "items_of",
+    "measure",
+    "metrics_of",
+    "name_of",
+    "numbers_of",
+    "optimizer_settings",
+    "parameters_of",
+    "place_of",
+    "plan_of",
+    "plan_training",
+    "trace",
+    "training_settings",
+    "traits_of",
+    "uniform",
+    "without",
+}
+
+
+def public_names(root: Path, rooms: list[str]) -> dict[str, set[int]]:
+    """Functions that other files import -> the numbers of their rooms, without commands, named after what they run."""
+    trees = {file: ast.parse(file.read_text()) for file in files_of(root)}
+    imported = {
+        (file_of(root, f"{node.module}.{alias.name}"), alias.name)
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    found: dict[str, set[int]] = {}
+    for file, tree in trees.items():
+        place = place_of(file.relative_to(root), rooms)
+        if place is None or rooms[place] == "launch/commands/":
+            continue
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and (file, node.name) in imported:
+                found.setdefault(node.name, set()).add(place)
+    return found
+
+
+def test_a_public_name_is_of_one_room():
+    rooms = rooms_of(house_of((ROOT / "ARCHITECTURE.md").read_text()))
+    assert {name for name, places in public_names(ROOT, rooms).items() if len(places) > 1} == IN_TWO_ROOMS
+
+
+def doubled(glossary: str) -> set[str]:
+    """The words of a table that have two entries; a row may have several words, with commas between them."""
+    rows = re.findall(r"^\| ([^|]+) \|", glossary, re.MULTILINE)[2:]  # without heading and rule
+    words = [word.strip() for row in rows for word in row.split(",")]
+    return {word for word in words if words.count(word) > 1}
+
+
+def test_a_word_of_the_glossary_has_one_entry():
+    glossary = (ROOT / "ARCHITECTURE.md").read_text().partition("## Glossary")[2].partition("\n## ")[0]
+    assert glossary.count("\n| ") > 40
+    assert doubled(glossary) == set()
+    assert doubled("| word | meaning |\n| --- | --- |\n| rank | a |\n| peer, rank | b |") == {"rank"}
+
+
 READ_AS_TEXT = {"launch/papers/rows.py"}  # files that read messages of our own errors; this list only gets shorter
 READING = {
     "startswith",

@@ -18,7 +18,7 @@ from typing import Any
 
 from auto3d.cluster import Cluster
 from auto3d.search.algorithms.annealing import accepted_s
-from auto3d.search.algorithms.random_search import with_choices
+from auto3d.search.algorithms.random_search import with_random_choices
 from auto3d.search.axes import EQUAL, Candidate, divisors_of
 from auto3d.search.recompute import AUTO
 from auto3d.search.search import Search
@@ -62,7 +62,7 @@ def amp(search: Search, seed: int) -> None:
             near = by_degree[kept][getattr(present, kept)]
             degree = random.choice(sorted({getattr(one, other) for one in near}))
             degrees = random.choice([one for one in near if getattr(one, other) == degree])
-        candidate = with_choices(degrees, search.domain, random)
+        candidate = with_random_choices(degrees, search.domain, random)
         cooling = search.options.amp_cooling
         temperature_s = 1 - iteration / iterations if cooling is None else cooling**iteration
         seconds = accepted_s(search, candidate, random, present_s=cost, temperature_s=temperature_s)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from math import inf, log
 from random import Random
 
-from auto3d.search.algorithms.random_search import draw
+from auto3d.search.algorithms.random_search import random_candidate
 from auto3d.search.axes import DEGREES, Candidate
 from auto3d.search.first_fit import find_first_fit
 from auto3d.search.search import Search
@@ -40,7 +40,7 @@ def annealing(search: Search, seed: int) -> None:
             break
         if step % length == 0:
             present, cost = best, least
-        candidate = draw(search.domain, random) if present is None else moves.from_(present)
+        candidate = random_candidate(search.domain, random) if present is None else moves.from_(present)
         temperature = WARM * (COLD / WARM) ** (step % length / length)
         seconds = accepted_s(search, candidate, random, present_s=cost, temperature_s=temperature * cost)
         if seconds is None:

@@ -19,7 +19,7 @@ def random_search(search: Search, seed: int) -> None:
     find_first_fit(search)
     seen: set[Candidate] = set()
     while len(seen) < len(search.domain) and not search.spent:
-        candidate = draw(search.domain, random)
+        candidate = random_candidate(search.domain, random)
         if candidate in seen:
             continue
         seen.add(candidate)
@@ -29,12 +29,12 @@ def random_search(search: Search, seed: int) -> None:
     search.leave_unseen()
 
 
-def draw(domain: Domain, random: Random) -> Candidate:
+def random_candidate(domain: Domain, random: Random) -> Candidate:
     """A random candidate; each choice is drawn independently."""
-    return with_choices(random.choice(domain.degrees), domain, random)
+    return with_random_choices(random.choice(domain.degrees), domain, random)
 
 
-def with_choices(degrees: Candidate, domain: Domain, random: Random) -> Candidate:
+def with_random_choices(degrees: Candidate, domain: Domain, random: Random) -> Candidate:
     """``degrees`` with random values of the other axes."""
     choices = domain.choices_of(degrees)
     return replace(degrees, **{name: random.choice(values) for name, values in choices.items()})
