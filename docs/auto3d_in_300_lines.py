@@ -275,9 +275,7 @@ def train_on_one(plan: Plan) -> tuple[list[float], dict[str, tuple[Tensor | None
 
 
 def main() -> None:
-    torch.set_num_threads(
-        1
-    )  # also in the processes that are forked; a process with more threads cannot be forked safely
+    torch.set_num_threads(1)  # a process with more threads cannot be forked safely
     print("µs predicted   samples held   micro-batch   schedule")
     rows = search()
     for time, held, plan in rows:
