@@ -80,7 +80,7 @@ def _compiled(name: str, headers: Sequence[str]) -> str:
     made, source = str(BUILT / f"{name}.o"), HERE / f"{name}.cpp"
     if os.path.exists(made) and os.path.getmtime(made) > max(os.path.getmtime(file) for file in (source, HERE / "streams.h")):
         return made
-    _run("g++", "-std=c++20", "-O2", "-fPIC", "-c", str(source), *headers, "-o", made)
+    _run("g++", "-std=c++20", "-O1", "-fPIC", "-c", str(source), *headers, "-o", made)
     return made
 
 

@@ -834,6 +834,8 @@ int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) {
 }
 int nvmlSystemGetCudaDriverVersion_v2(int* version) { return cudaDriverGetVersion(version); }
 
+size_t cudnnGetVersion() { return 92000; }
+
 // cuBLAS in the empty mode: handles and descriptions that torch's code reads back. Its header needs more than torch installs.
 constexpr size_t HEURISTIC = 96;  // bytes of a cublasLtMatmulHeuristicResult_t; zero is success
 static int make(void** handle) {

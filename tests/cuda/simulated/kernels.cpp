@@ -56,10 +56,8 @@ Tensor on_host(const Tensor& tensor) {
 }
 
 Tensor as_meta(const Tensor& tensor) {
-  if (!tensor.defined()) return tensor;
-  Tensor meta = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) meta.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return meta;
+  if (!tensor.defined() || (tensor.is_cpu() && tensor.dim() == 0)) return tensor;  // a number beside tensors of the device
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
 }
 
 Tensor like_on_device(const Tensor& tensor, at::Device device) {
@@ -316,8 +314,6 @@ void attend_backward(
   enqueue("attention backward", [call, to, from = on_host(gradient), output = on_host(output), sums = on_host(sums), seed = on_host(seed)] {
     std::vector<Tensor> found;
     if (call.dropout_p > 0 || (to.size() > 3 && to[3].defined())) {
-      c10::impl::IncludeDispatchKeyGuard autograd(c10::autograd_dispatch_keyset);
-      c10::impl::ExcludeDispatchKeyGuard none{c10::DispatchKeySet()};
       c10::impl::ForceDispatchKeyGuard normal{c10::impl::LocalDispatchKeySet(c10::impl::PODLocalDispatchKeySet{})};
       at::AutoGradMode enabled(true);
       Attention again = call;
