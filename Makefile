@@ -5,13 +5,16 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# The environment of `make cuda`, with the CUDA build of torch that PyPI has: === takes no build of another index.
+CUDA := .venv-cuda
+CUDA_TORCH ?= torch===2.13.0
 # Number of processes that run tests: one more than there are cores, because tests also wait for processes that they start.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 # Where trials and trainings run: EXECUTOR=slurm or local. For the targets that run any.
 LAUNCH := $(if $(EXECUTOR),launch.executor=$(EXECUTOR))
 CLUSTER_PROGRAM := slurm/dev-cluster/cluster.py $(if $(FOLDER),--folder $(FOLDER))
 
-.PHONY: help setup sweep tune plan train table reference report paper papers alternatives profile test test-quick promises soak parity release zoo bench lint clean
+.PHONY: help setup sweep tune plan train table reference report paper papers alternatives profile test test-quick promises soak parity release zoo cuda bench lint clean
 .PHONY: cluster-up cluster-down cluster-status
 
 help:  ## list the targets
@@ -81,6 +84,10 @@ release: $(INSTALLED)  ## run all parts of a release that are out of date, for h
 zoo: $(INSTALLED)  ## compare 400 other models with plain PyTorch; writes results/zoo.md (20 minutes); ARGS="--only llama" selects
 	$(BIN)/python -m tests.zoo $(if $(ARGS),$(ARGS),--write)
 
+cuda:  ## train plans on simulated GPUs under torch's CUDA build, and plant faults (7 GB of disk; 10 minutes)
+	@$(MAKE) --no-print-directory $(CUDA)/.installed || echo "skipped: torch's CUDA build cannot be installed here"
+	@test ! -f $(CUDA)/.installed || $(CUDA)/bin/python -m tests.cuda.simulated $(ARGS)
+
 bench: $(INSTALLED)  ## run all benchmarks in tests/benchmarks/ (minutes)
 	@for file in $(filter-out %/__init__.py,$(wildcard tests/benchmarks/*.py)); do \
 		name=$$(basename $$file .py); echo "== $$name"; $(BIN)/python -m tests.benchmarks.$$name || exit 1; \
@@ -100,8 +107,8 @@ cluster-down:  ## stop that cluster and remove everything that belongs to it
 cluster-status:  ## print the state of that cluster
 	@$(PYTHON) $(CLUSTER_PROGRAM) status
 
-clean:  ## remove .venv and build files; runs/ and tables/ stay
-	rm -rf .venv build *.egg-info
+clean:  ## remove .venv, .venv-cuda and build files; runs/ and tables/ stay
+	rm -rf .venv $(CUDA) build *.egg-info
 
 # The pinned torch is installed first: otherwise pip takes a build with gigabytes of CUDA packages.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -109,4 +116,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo 'installing into .venv (about a minute; once)'
 	@$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[development]'
+	@touch $@
+
+$(CUDA)/.installed: pyproject.toml constraints.txt
+	@test -x $(CUDA)/bin/pip || $(PYTHON) -m venv $(CUDA)
+	@echo 'installing into $(CUDA) (7 GB; minutes; once)'
+	@$(CUDA)/bin/pip install --quiet --disable-pip-version-check '$(CUDA_TORCH)'
+	@$(CUDA)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[development]'
 	@touch $@

@@ -55,10 +55,7 @@ void say(const char* format, ...) {
   fprintf(stderr, "simulated CUDA, process %d: %s\n", getpid(), line);
 }
 
-void pause(int& looks) {
-  usleep(looks < 50 ? 20 : looks < 500 ? 100 : 1000);
-  ++looks;
-}
+void pause(int& looks) { usleep(looks < 50 ? 20 : looks < 500 ? 100 : 1000); ++looks; }
 
 namespace {
 constexpr int MOST_DEVICES = 64;
@@ -81,34 +78,36 @@ bool has_context[MOST_DEVICES];
 size_t used[MOST_DEVICES];
 
 // The numbers of the devices that CUDA_VISIBLE_DEVICES shows, in its order.
+std::vector<int> visible() {
+  std::vector<int> found;
+  int count = std::min<long>(setting("SIMULATED_CUDA_DEVICES", 8), MOST_DEVICES);
+  const char* value = getenv("CUDA_VISIBLE_DEVICES");
+  for (int each = 0; !value && each < count; ++each) found.push_back(each);
+  for (const char* part = value; part && *part;) {
+    bool is_name = !strncmp(part, "GPU-", 4);
+    const char* end = part + strcspn(part, ",");
+    int number = is_name ? (int)strtol(std::string(end - 2, end).c_str(), nullptr, 16) - 1 : atoi(part);
+    if (number < 0 || number >= count || (!is_name && !isdigit(*part))) break;
+    found.push_back(number);
+    part = *end ? end + 1 : end;
+  }
+  return found;
+}
+
+// Those that this process sees, which are fixed once it uses CUDA.
 const std::vector<int>& devices() {
-  static const auto& visible = *new std::vector<int>([] {
-    std::vector<int> found;
-    int count = std::min<long>(setting("SIMULATED_CUDA_DEVICES", 8), MOST_DEVICES);
-    const char* value = getenv("CUDA_VISIBLE_DEVICES");
-    for (int each = 0; !value && each < count; ++each) found.push_back(each);
-    for (const char* part = value; part && *part;) {
-      bool is_name = !strncmp(part, "GPU-", 4);
-      const char* end = part + strcspn(part, ",");
-      int number = is_name ? (int)strtol(std::string(end - 2, end).c_str(), nullptr, 16) - 1 : atoi(part);
-      if (number < 0 || number >= count || (!is_name && !isdigit(*part))) break;
-      found.push_back(number);
-      part = *end ? end + 1 : end;
-    }
-    return found;
-  }());
-  return visible;
+  thread_local std::vector<int> now;
+  if (started == getpid()) {
+    static const auto& fixed = *new std::vector<int>(visible());
+    return fixed;
+  }
+  now = visible();
+  return now;
 }
 
-cudaError_t error(cudaError_t code) {
-  if (code != cudaSuccess) last = code;
-  return code;
-}
+cudaError_t error(cudaError_t code) { if (code != cudaSuccess) last = code; return code; }
 
-bool start() {
-  pid_t none = 0;
-  return started.compare_exchange_strong(none, getpid()) || none == getpid();
-}
+bool start() { pid_t none = 0; return started.compare_exchange_strong(none, getpid()) || none == getpid(); }
 
 // Work that a thread may wait for. A record of an event is one.
 struct Signal {
@@ -122,10 +121,7 @@ struct Signal {
     done = true;
     changed.notify_all();
   }
-  void wait() {
-    std::unique_lock<std::mutex> guard(mutex);
-    changed.wait(guard, [&] { return done.load(); });
-  }
+  void wait() { std::unique_lock<std::mutex> guard(mutex); changed.wait(guard, [&] { return done.load(); }); }
 };
 
 // A hardware queue: it runs what it gets, one thing after the other.
@@ -136,10 +132,7 @@ struct Queue {
   bool running = false;
   void push(std::function<void()> next) {
     std::lock_guard<std::mutex> guard(mutex);
-    if (!running) {
-      running = true;
-      std::thread([this] { run(); }).detach();
-    }
+    if (!running) { running = true; std::thread([this] { run(); }).detach(); }
     work.push_back(std::move(next));
     changed.notify_all();
   }
@@ -166,10 +159,7 @@ struct Stream {
   std::atomic<long> pending{0};
   void push(std::function<void()> work) {
     ++pending;
-    queue->push([this, work = std::move(work)] {
-      work();
-      --pending;
-    });
+    queue->push([this, work = std::move(work)] { work(); --pending; });
   }
   void synchronize() {
     if (!pending) return;
@@ -244,10 +234,7 @@ bool charge(int of_device, size_t bytes) {
   return true;
 }
 
-void give_back(int of_device, size_t bytes) {
-  std::lock_guard<std::mutex> guard(lock);
-  used[of_device] -= bytes;
-}
+void give_back(int of_device, size_t bytes) { std::lock_guard<std::mutex> guard(lock); used[of_device] -= bytes; }
 
 void* reserve(size_t size, int access) {
   void* found = mmap(nullptr, size, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -313,10 +300,7 @@ using namespace simulated;
   if (broken != cudaSuccess) return error(broken)
 
 extern "C" {
-void simulated_fail(const char* message) {
-  say("%s", message);
-  broken = cudaErrorLaunchFailure;
-}
+void simulated_fail(const char* message) { say("%s", message); broken = cudaErrorLaunchFailure; }
 
 int simulated_stub(const char* function) {
   if (!COMPUTES) return 0;
@@ -329,13 +313,10 @@ int simulated_has_context(int of_device) { return has_context[of_device]; }
 
 cudaError_t cudaGetDeviceCount(int* count) {
   *count = devices().size();
-  if (!start()) return error(cudaErrorInitializationError);
-  return *count ? cudaSuccess : error(cudaErrorNoDevice);
+  if (!*count) return error(cudaErrorNoDevice);
+  return start() ? cudaSuccess : error(cudaErrorInitializationError);
 }
-cudaError_t cudaGetDevice(int* found) {
-  *found = device;
-  return cudaSuccess;
-}
+cudaError_t cudaGetDevice(int* found) { *found = device; return cudaSuccess; }
 cudaError_t cudaSetDevice(int wanted) {
   if (wanted < 0 || wanted >= (int)devices().size()) return error(cudaErrorInvalidDevice);
   device = wanted;
@@ -360,10 +341,7 @@ const char* cudaGetErrorString(cudaError_t code) {
     default: return "an error of the simulated CUDA";
   }
 }
-cudaError_t cudaDriverGetVersion(int* version) {
-  *version = CUDART_VERSION;
-  return cudaSuccess;
-}
+cudaError_t cudaDriverGetVersion(int* version) { *version = CUDART_VERSION; return cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int* version) { return cudaDriverGetVersion(version); }
 
 // The sizes are those of an A100.
@@ -415,14 +393,8 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int of_
   }
   return cudaSuccess;
 }
-cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
-  *can = 1;
-  return cudaSuccess;
-}
-cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) {
-  ON_DEVICE;
-  return cudaSuccess;
-}
+cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { *can = 1; return cudaSuccess; }
+cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { ON_DEVICE; return cudaSuccess; }
 cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int of_device) {
   snprintf(text, size, "FFF0:%02X:00.0", 0x10 + devices()[of_device]);
   return cudaSuccess;
@@ -432,15 +404,8 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   *greatest = -5;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceSynchronize() {
-  ON_DEVICE;
-  synchronize(device);
-  return broken;
-}
-cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {
-  *pool = (cudaMemPool_t)0x10;
-  return cudaSuccess;
-}
+cudaError_t cudaDeviceSynchronize() { ON_DEVICE; synchronize(device); return broken; }
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) { *pool = (cudaMemPool_t)0x10; return cudaSuccess; }
 
 // Memory
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
@@ -492,11 +457,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* a
   ON_DEVICE;
   memset(found, 0, sizeof *found);
   Block block;
-  if (!find(address, &block)) {
-    found->type = cudaMemoryTypeUnregistered;
-    found->device = -2;
-    return cudaSuccess;
-  }
+  if (!find(address, &block)) { found->type = cudaMemoryTypeUnregistered; found->device = -2; return cudaSuccess; }
   found->type = block.on_device ? cudaMemoryTypeDevice : cudaMemoryTypeHost;
   found->device = block.of_device;
   found->devicePointer = found->hostPointer = (void*)address;
@@ -546,26 +507,16 @@ static cudaError_t create(cudaStream_t* stream) {
   *stream = (cudaStream_t)make_stream();
   return cudaSuccess;
 }
-cudaError_t cudaStreamCreate(cudaStream_t* stream) {
-  ON_DEVICE;
-  return create(stream);
-}
+cudaError_t cudaStreamCreate(cudaStream_t* stream) { ON_DEVICE; return create(stream); }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return cudaStreamCreate(stream); }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return cudaStreamCreate(stream); }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }  // its work goes on, so its memory stays
-cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
-  *priority = 0;
-  return cudaSuccess;
-}
+cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return cudaSuccess; }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   ON_DEVICE;
   return stream_of(stream)->pending ? cudaErrorNotReady : cudaSuccess;
 }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  ON_DEVICE;
-  stream_of(stream)->synchronize();
-  return broken;
-}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { ON_DEVICE; stream_of(stream)->synchronize(); return broken; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   ON_DEVICE;
   auto signal = ((Event*)event)->signal;
@@ -600,10 +551,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   return cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
-cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  delete (Event*)event;
-  return cudaSuccess;
-}
+cudaError_t cudaEventDestroy(cudaEvent_t event) { delete (Event*)event; return cudaSuccess; }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
   ON_DEVICE;
   auto signal = std::make_shared<Signal>();
@@ -686,10 +634,7 @@ cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, 
   *(void**)stream = configuration.stream;
   return cudaSuccess;
 }
-void** __cudaRegisterFatBinary(void*) {
-  static void* handle[4];
-  return handle;
-}
+void** __cudaRegisterFatBinary(void*) { static void* handle[4]; return handle; }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
 char __cudaInitModule(void**) { return 1; }
@@ -715,10 +660,7 @@ static CUresult reserve_addresses(CUdeviceptr* address, size_t size, size_t, CUd
   return CUDA_SUCCESS;
 }
 static CUresult free_addresses(CUdeviceptr address, size_t size) {
-  {
-    std::lock_guard<std::mutex> guard(lock);
-    blocks.erase((char*)address);
-  }
+  { std::lock_guard<std::mutex> guard(lock); blocks.erase((char*)address); }
   munmap((void*)address, size);
   return CUDA_SUCCESS;
 }
@@ -757,18 +699,9 @@ static CUresult driver_error(CUresult code, const char** text) {
   *text = cudaGetErrorString((cudaError_t)code);
   return CUDA_SUCCESS;
 }
-static CUresult driver_attribute(int* value, CUdevice_attribute, CUdevice) {
-  *value = 1;
-  return CUDA_SUCCESS;
-}
-static CUresult current_context(CUcontext* context) {
-  *context = (CUcontext)0x20;
-  return CUDA_SUCCESS;
-}
-static CUresult driver_device(CUdevice* found, int number) {
-  *found = number;
-  return CUDA_SUCCESS;
-}
+static CUresult driver_attribute(int* value, CUdevice_attribute, CUdevice) { *value = 1; return CUDA_SUCCESS; }
+static CUresult current_context(CUcontext* context) { *context = (CUcontext)0x20; return CUDA_SUCCESS; }
+static CUresult driver_device(CUdevice* found, int number) { *found = number; return CUDA_SUCCESS; }
 static CUresult nothing() { return CUDA_SUCCESS; }
 static CUresult unknown() { return (CUresult)simulated_stub("a function of the driver"); }
 cudaError_t cudaGetDriverEntryPointByVersion(
@@ -796,10 +729,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(
 }
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int* version) { return (CUresult)cudaDriverGetVersion(version); }
-CUresult cuDeviceGetCount(int* count) {
-  *count = devices().size();
-  return CUDA_SUCCESS;
-}
+CUresult cuDeviceGetCount(int* count) { *count = devices().size(); return CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice* found, int number) { return driver_device(found, number); }
 CUresult cuGetErrorString(CUresult code, const char** text) { return driver_error(code, text); }
 CUresult cuDevicePrimaryCtxGetState(CUdevice of_device, unsigned* flags, int* active) {
@@ -828,28 +758,16 @@ int nvmlDeviceGetUUID(void* handle, char* text, unsigned size) {
 const char* nvmlErrorString(int) { return "an error of the simulated NVML"; }
 int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, int*) { return 3; }  // NVML_ERROR_NOT_SUPPORTED
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return 3; }
-int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) {
-  *count = 0;
-  return 0;
-}
+int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) { *count = 0; return 0; }
 int nvmlSystemGetCudaDriverVersion_v2(int* version) { return cudaDriverGetVersion(version); }
 
 size_t cudnnGetVersion() { return 92000; }
 
 // cuBLAS in the empty mode: handles and descriptions that torch's code reads back. Its header needs more than torch installs.
 constexpr size_t HEURISTIC = 96;  // bytes of a cublasLtMatmulHeuristicResult_t; zero is success
-static int make(void** handle) {
-  *handle = calloc(1, 512);
-  return 0;
-}
-static int destroy(void* handle) {
-  free(handle);
-  return 0;
-}
-static int zero(int* mode) {
-  *mode = 0;
-  return 0;
-}
+static int make(void** handle) { *handle = calloc(1, 512); return 0; }
+static int destroy(void* handle) { free(handle); return 0; }
+static int zero(int* mode) { *mode = 0; return 0; }
 int cublasCreate_v2(void** handle) { return make(handle); }
 int cublasGetMathMode(void*, int* mode) { return zero(mode); }
 int cublasGetPointerMode_v2(void*, int* mode) { return zero(mode); }

@@ -1,6 +1,6 @@
-"""Replaces torch's kernels in processes on the simulated CUDA: the entry point of what ``build`` makes, which torch loads.
+"""Replaces torch's kernels in processes on the simulated CUDA: the entry point by which torch loads them.
 
-It is copied beside the libraries, and imports nothing of this project.
+``build`` copies it beside the libraries; it imports nothing of this project.
 """
 
 import atexit

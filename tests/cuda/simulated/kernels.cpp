@@ -28,10 +28,7 @@ std::map<std::string, long> counts;  // calls by operator
 
 // Queue `work` on the current stream. Autograd and the caller's modes are none of its business.
 void enqueue(std::string what, std::function<void()> work) {
-  struct Task {
-    std::string what;
-    std::function<void()> work;
-  };
+  struct Task { std::string what; std::function<void()> work; };
   auto run = [](void* data) {
     std::unique_ptr<Task> task((Task*)data);
     try {
@@ -144,10 +141,7 @@ bool masks(const Stack& arguments) {  // whether an index is a mask, whose true 
 void on_stream(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   std::string name = toString(op.operator_name());
-  {
-    std::lock_guard<std::mutex> guard(counted);
-    ++counts[name];
-  }
+  { std::lock_guard<std::mutex> guard(counted); ++counts[name]; }
   Stack arguments(stack->end() - schema.arguments().size(), stack->end());
   torch::jit::drop(*stack, arguments.size());
   std::optional<at::Device> device;
@@ -209,10 +203,7 @@ void on_stream(const c10::OperatorHandle& op, Stack* stack) {
       std::vector<Tensor> to;
       each_tensor((*kept)[position], [&](const Tensor& tensor) { to.push_back(tensor); });
       size_t next = 0;
-      each_tensor((*host)[position], [&](const Tensor& from) {
-        if (to[next].defined()) to[next].copy_(from);
-        ++next;
-      });
+      each_tensor((*host)[position], [&](const Tensor& from) { if (to[next].defined()) to[next].copy_(from); ++next; });
     }
   });
   for (IValue& value : results) stack->push_back(std::move(value));

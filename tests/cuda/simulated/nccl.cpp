@@ -64,10 +64,7 @@ size_t width(ncclDataType_t type) {
 }
 
 void read_from(int process, uint64_t from, void* to, size_t size) {
-  if (process == getpid()) {
-    memmove(to, (void*)from, size);
-    return;
-  }
+  if (process == getpid()) { memmove(to, (void*)from, size); return; }
   for (size_t done = 0; done < size;) {
     iovec local{(char*)to + done, size - done}, remote{(void*)(from + done), size - done};
     ssize_t read = process_vm_readv(process, &local, 1, &remote, 1, 0);
@@ -220,10 +217,7 @@ ncclResult_t join(ncclComm_t* made, int ranks, const std::string& name, int rank
 }  // namespace
 
 extern "C" {
-ncclResult_t ncclGetVersion(int* version) {
-  *version = NCCL_VERSION_CODE;
-  return ncclSuccess;
-}
+ncclResult_t ncclGetVersion(int* version) { *version = NCCL_VERSION_CODE; return ncclSuccess; }
 const char* ncclGetErrorString(ncclResult_t code) { return code == ncclSuccess ? "no error" : "an error of the simulated NCCL"; }
 const char* ncclGetLastError(ncclComm_t) { return ""; }
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
@@ -261,36 +255,15 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* ma
   }
   return join(made, ranks, parent->name + "-" + std::to_string(parent->splits) + "-" + std::to_string(color), rank);
 }
-ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* code) {
-  *code = ncclSuccess;
-  return ncclSuccess;
-}
+ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* code) { *code = ncclSuccess; return ncclSuccess; }
 ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
 ncclResult_t ncclCommDestroy(ncclComm_t) { return ncclSuccess; }  // its last calls may still run
-ncclResult_t ncclCommAbort(ncclComm_t comm) {
-  comm->aborted = true;
-  return ncclSuccess;
-}
-ncclResult_t ncclCommCount(const ncclComm_t comm, int* ranks) {
-  *ranks = comm->ranks;
-  return ncclSuccess;
-}
-ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) {
-  *device = comm->device;
-  return ncclSuccess;
-}
-ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
-  *rank = comm->rank;
-  return ncclSuccess;
-}
-ncclResult_t ncclGroupStart() {
-  ++depth;
-  return ncclSuccess;
-}
-ncclResult_t ncclGroupEnd() {
-  if (--depth == 0) launch_group();
-  return ncclSuccess;
-}
+ncclResult_t ncclCommAbort(ncclComm_t comm) { comm->aborted = true; return ncclSuccess; }
+ncclResult_t ncclCommCount(const ncclComm_t comm, int* ranks) { *ranks = comm->ranks; return ncclSuccess; }
+ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) { *device = comm->device; return ncclSuccess; }
+ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { *rank = comm->rank; return ncclSuccess; }
+ncclResult_t ncclGroupStart() { ++depth; return ncclSuccess; }
+ncclResult_t ncclGroupEnd() { if (--depth == 0) launch_group(); return ncclSuccess; }
 // As NCCL's for large messages: a send ends once its receiver has read it.
 ncclResult_t ncclSend(const void* from, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
   uint64_t number = ++comm->sent[peer];

@@ -1,8 +1,8 @@
-"""Trains plans on the simulated CUDA, in its computing mode, and compares them with the CPU: see ``make cuda``.
+"""Trains plans on the simulated CUDA and compares them with the CPU; plants faults, which must be found.
 
-Each plan runs on ranks with a simulated GPU each, and again on CPUs: losses, norms, gradients, parameters and buffers of
-every iteration must be equal bit by bit, or keep the bound of the parity tests where the CPU's kernels are other ones.
-In float32 they are compared with plain PyTorch on a CPU, too.
+Each plan runs on ranks with a simulated GPU each, and again on CPUs: losses, norms, gradients, parameters and buffers
+of every iteration must agree to 1e-5 (in low precision: 2 %), and a line says whether they are equal in bits. In
+float32 they are compared with plain PyTorch on a CPU, too.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["AUTO3D_TEST_DEVICE"] = "cuda"
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # hides the devices from this process, which runs backwards
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # until a process has been forked from this one
 
 import click
 import numpy as np
@@ -28,6 +28,7 @@ from auto3d.runtime.gpu_environment import set_gpu_environment
 from auto3d.runtime.settings import OptimizerSettings
 from auto3d.runtime.world import World
 from tests import models
+from tests.cuda.simulated import faults
 from tests.distributed import grid
 from tests.distributed.parity import ADAMW, SGD, assert_parity, make_plan, plain_pytorch, run_rank
 from tests.processes import ProcessPool
@@ -75,16 +76,17 @@ CASES = (
 )
 
 
-def begin_on_device(rank: int) -> None:
-    """Prepare a process that will use a simulated GPU."""
+def begin_on_device(rank: int, *, fault: str = "") -> None:
+    """Prepare a process that will use a simulated GPU, with ``fault`` of ``faults.IN_THE_ENGINE`` planted, if any."""
+    if fault:
+        of, method, replacement, _ = faults.IN_THE_ENGINE[fault]
+        setattr(of, method, replacement)
     os.environ.pop("CUDA_VISIBLE_DEVICES")
-    torch.set_num_threads(1)
     set_gpu_environment()
     set_arithmetic(torch.device("cuda"), tf32=False, deterministic=True)
 
 
 def begin_on_cpu(rank: int) -> None:
-    torch.set_num_threads(1)
     models.DEVICE = "cpu"
 
 
@@ -92,6 +94,10 @@ def train(world: World, of: Case, *, on_device: bool) -> list[dict]:
     """What the runtime gives for ``of`` on this rank."""
     device = torch.device("cuda", world.rank) if on_device else torch.device("cpu")
     return run_rank(world, of.model, make_plan(of.model, **of.plan), of.optimizer, device=device)
+
+
+def reference(world: World, of: Case) -> list[dict]:
+    return plain_pytorch(of.model, micro_batch_size=grid.SAMPLES, optimizer=of.optimizer)
 
 
 def difference(ours: list[dict], theirs: list[dict]) -> float:
@@ -120,7 +126,7 @@ def run(of: Case, devices: ProcessPool, cpus: ProcessPool) -> tuple[bool, str]:
     text = f"{equal}; losses {losses}"
     if "@" in of.model:  # in low precision a rounding that differs is seen at once
         return found < 0.02, text
-    expected = plain_pytorch(of.model, micro_batch_size=grid.SAMPLES, optimizer=of.optimizer)
+    [expected] = cpus.run(1, reference, of)
     try:
         assert_parity(ours, expected, tensors=of.optimizer is SGD)
     except AssertionError as wrong:
@@ -128,34 +134,65 @@ def run(of: Case, devices: ProcessPool, cpus: ProcessPool) -> tuple[bool, str]:
     return found < 1e-5, text
 
 
-def chosen(names: tuple[str, ...], ranks: int) -> Iterator[Case]:
-    for each in CASES:
-        if each.ranks <= ranks and (not names or each.name in names):
-            yield each
+def report(of: Case, devices: ProcessPool, cpus: ProcessPool) -> bool:
+    """Print what ``run`` finds; returns whether it is right."""
+    begun = time.monotonic()
+    try:
+        right, text = run(of, devices, cpus)
+    except AssertionError as error:
+        right, text = False, f"failed: {error}"
+    axes = ", ".join(f"{name} {value}" for name, value in of.axes) or "one rank"
+    verdict = "right" if right else "WRONG"
+    print(f"{verdict}: {of.name} ({of.model}, {axes}): {text} ({time.monotonic() - begun:.0f} s)", flush=True)
+    return right
+
+
+def found_in_streams(devices: ProcessPool) -> Iterator[bool]:
+    """Print, and return, whether each fault of a program of streams and sums is found."""
+    [streams] = devices.run(1, faults.of_streams)
+    for name, (right_without, right_with) in streams.items():
+        found = right_without and not right_with
+        print(f"{'found' if found else 'MISSED'}: {name}", flush=True)
+        yield found
+    sums = devices.run(2, faults.of_sums, (3, 3))
+    right = sums == [9.0, 9.0]
+    try:
+        devices.run(2, faults.of_sums, (3, 4))
+        right = False
+    except AssertionError:
+        pass  # NCCL has ended the processes and named both
+    print(f"{'found' if right else 'MISSED'}: a sum of different numbers of elements", flush=True)
+    yield right
+
+
+def found_in_engine(fault: str, cpus: ProcessPool) -> bool:
+    """Print, and return, whether parity shows ``fault``, which is planted in the engine."""
+    [of] = [each for each in CASES if each.name == faults.IN_THE_ENGINE[fault][-1]]
+    with ProcessPool(of.ranks, begin=partial(begin_on_device, fault=fault)) as devices:
+        try:
+            right, text = run(of, devices, cpus)
+        except AssertionError as error:
+            right, text = False, str(error).strip().splitlines()[-1]
+    print(f"{'MISSED' if right else 'found'}: {fault} ({of.name}): {text}", flush=True)
+    return not right
 
 
 @click.command()
 @click.argument("names", nargs=-1)
 @click.option("--ranks", type=int, default=2, show_default=True, help="The largest number of ranks.")
-def main(names: tuple[str, ...], ranks: int) -> None:
+@click.option("--plant/--no-plant", default=True, show_default=True, help="Whether faults are planted.")
+def main(names: tuple[str, ...], ranks: int, plant: bool) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    wrong = 0
-    with (
-        ProcessPool(ranks, start="spawn", begin=begin_on_device) as devices,
-        ProcessPool(ranks, start="spawn", begin=begin_on_cpu) as cpus,
-    ):
-        for each in chosen(names, ranks):
-            begun = time.monotonic()
-            try:
-                right, text = run(each, devices, cpus)
-            except AssertionError as error:
-                right, text = False, f"failed: {error}"
-            wrong += not right
-            axes = ", ".join(f"{name}={value}" for name, value in each.axes)
-            verdict = "right" if right else "WRONG"
-            print(f"{verdict}: {each.name}, {each.model}, {axes}: {text} ({time.monotonic() - begun:.0f} s)", flush=True)
-    sys.exit(bool(wrong))
+    chosen = [each for each in CASES if each.ranks <= ranks and (not names or each.name in names)]
+    # This process runs no backward and captures nothing, so that what is forked from it can use CUDA.
+    with ProcessPool(ranks, begin=begin_on_device) as devices, ProcessPool(ranks, begin=begin_on_cpu) as cpus:
+        right = [report(each, devices, cpus) for each in chosen]
+        if plant:
+            right += found_in_streams(devices)
+            right += [found_in_engine(fault, cpus) for fault in faults.IN_THE_ENGINE]
+    print(f"{sum(right)} of {len(right)} are as they should be")
+    sys.exit(not all(right))
 
 
 if __name__ == "__main__":

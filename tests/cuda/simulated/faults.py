@@ -1,0 +1,99 @@
+"""Faults that the simulated CUDA must find, planted in the engine and in a small program of streams."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from auto3d.runtime.loading import CudaPinnedMemory
+from auto3d.runtime.run_ahead import RunAhead
+from auto3d.runtime.world import World, join, leave
+
+
+def without_waiting(self: Any, work: dist.Work, what: str) -> None:
+    """``RunAhead._wait`` whose device does not wait for the message or the sum."""
+    arrived = torch.cuda.Event()
+    arrived.record()
+    self._waits.append((arrived, what))
+
+
+class NothingPending:
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+def without_event(self: Any, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], NothingPending]:
+    """``CudaPinnedMemory.queue_copy`` that says at once that the device has read the buffers."""
+    return {name: tensor.to(self._device, non_blocking=True) for name, tensor in tensors.items()}, NothingPending()
+
+
+# What is planted -> the class, its method, what it is replaced by, and a case of parity.py that must come out wrong.
+IN_THE_ENGINE: dict[str, tuple[type, str, Callable[..., Any], str]] = {
+    "no event between a message and its use": (RunAhead, "_wait", without_waiting, "1f1b"),
+    "no event between a sum of gradients and its use": (RunAhead, "_wait", without_waiting, "data"),
+    "pinned buffers that are written while the device reads them": (
+        CudaPinnedMemory,
+        "queue_copy",
+        without_event,
+        "one rank",
+    ),
+}
+
+
+def _slow() -> None:
+    matrix = torch.ones(400, 400, device="cuda")
+    for _ in range(40):
+        matrix = matrix @ matrix
+
+
+def _written_by_another_stream(waits: bool) -> bool:
+    """Whether this stream reads what another one writes; it should wait for it."""
+    side = torch.cuda.Stream()
+    written = torch.zeros(1000, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        _slow()
+        written.fill_(1)
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    found = bool((written.cpu() == 1).all())
+    torch.cuda.synchronize()
+    return found
+
+
+def _freed_while_read(recorded: bool) -> bool:
+    """Whether another stream reads the right values of a tensor that is freed meanwhile; it should be recorded."""
+    side = torch.cuda.Stream()
+    tensor = torch.ones(2**20, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        _slow()
+        copy = tensor + 0
+    if recorded:
+        tensor.record_stream(side)
+    del tensor
+    torch.zeros(2**20, device="cuda")  # takes the memory if it is free
+    torch.cuda.synchronize()
+    return bool((copy.cpu() == 1).all())
+
+
+def of_streams(world: World) -> dict[str, tuple[bool, bool]]:
+    """Kind of fault -> whether the values are right without it, and with it."""
+    return {
+        "a missing event": (_written_by_another_stream(True), _written_by_another_stream(False)),
+        "a tensor freed while another stream reads it": (_freed_while_read(True), _freed_while_read(False)),
+    }
+
+
+def of_sums(world: World, sizes: tuple[int, int]) -> float:
+    """A sum over two ranks, of which each has its own number of ``sizes``."""
+    device = torch.device("cuda", world.rank)
+    join(world, device=device, timeout_s=60)
+    try:
+        group = dist.new_group([0, 1], backend="nccl")
+        tensor = torch.full((sizes[world.rank],), world.rank + 1.0, device=device)
+        dist.all_reduce(tensor, group=group)
+        return float(tensor.sum().item())
+    finally:
+        leave()
