@@ -3,17 +3,19 @@
 ``build`` copies it beside the libraries; it imports nothing of this project.
 """
 
-import atexit
 import ctypes
 import os
 from pathlib import Path
 
+_KERNELS = Path(__file__).with_name("libkernels.so")
+
 
 def begin() -> None:
     """Let CPU kernels compute what torch does on CUDA devices, if the process is in the computing mode."""
-    if os.environ.get("SIMULATED_CUDA_COMPUTES") != "1":
-        return
-    kernels = ctypes.CDLL(str(Path(__file__).with_name("libkernels.so")))
-    kernels.simulated_kernels()
-    if folder := os.environ.get("SIMULATED_CUDA_OPERATORS"):  # where each process writes which operators it computed
-        atexit.register(lambda: kernels.simulated_operators(f"{folder}/{os.getpid()}.txt".encode()))
+    if os.environ.get("SIMULATED_CUDA_COMPUTES") == "1":
+        ctypes.CDLL(str(_KERNELS)).simulated_kernels()
+
+
+def write_operators(file: str) -> None:
+    """Write a line to ``file`` for each operator that this process has computed: its calls and its name."""
+    ctypes.CDLL(str(_KERNELS)).simulated_operators(file.encode())

@@ -152,6 +152,13 @@ void on_stream(const c10::OperatorHandle& op, Stack* stack) {
     });
   }
   if (!device || !device->has_index()) device = at::Device(at::kCUDA, c10::cuda::current_device());
+  bool takes_host = !name.rfind("aten::_foreach", 0);  // lists of scalars
+  for (const IValue& value : arguments) takes_host |= value.isOptionalTensorList();  // indices
+  for (const IValue& value : arguments)
+    each_tensor(value, [&](const Tensor& tensor) {
+      bool here = !tensor.defined() || tensor.device() == *device || (tensor.is_cpu() && (takes_host || tensor.dim() == 0));
+      TORCH_CHECK(here, name, ": expected all tensors to be on the same device, found ", *device, " and ", tensor.device());
+    });
   c10::cuda::CUDAGuard guard(*device);
 
   bool draws = op.hasTag(at::Tag::nondeterministic_seeded);
@@ -165,6 +172,7 @@ void on_stream(const c10::OperatorHandle& op, Stack* stack) {
 
   auto outs = written(schema);
   bool is_new = schema.returns().size() > outs.size();
+  TORCH_CHECK_NOT_IMPLEMENTED(outs.empty() || !is_new, name, " returns arguments and new tensors, which is not simulated");
   bool by_value = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
   if (is_new && (by_value || masks(arguments) || !op.hasComputedKernelForDispatchKey(DispatchKey::Meta))) {
     Stack host = mapped(arguments, on_host, at::kCPU);
