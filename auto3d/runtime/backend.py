@@ -1,15 +1,14 @@
 """The parts of a rank that differ between real devices and emulated ones, whose operations only wait."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from auto3d.capture.model import CapturedModel
-from auto3d.partition.stage import Stage
+from auto3d.runtime.build_stage import build_stage
+from auto3d.runtime.earlier_slices import programs_of_slices
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.layout import RankLayout
@@ -18,10 +17,8 @@ from auto3d.runtime.materialize import materialize
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.sliced_stage import SlicedStage
-from auto3d.runtime.stage import RunnableStage, StageModule
-from auto3d.runtime.stage_program import DerivedProgram
-from auto3d.runtime.sub_pipelined_stage import SubPipelinedStage
+from auto3d.runtime.stage import StageModule
+from auto3d.runtime.stage_program import ProgramOfStage
 from auto3d.runtime.tensor_group import TensorGroup, TensorParallelRank
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import PipeStage, Program
@@ -45,7 +42,7 @@ class Backend(Protocol):
         state: Mapping[str, torch.Tensor],
         randomness: Randomness,
         group: TensorGroup | None,
-    ) -> Mapping[PipeStage, RunnableStage]:
+    ) -> Mapping[PipeStage, StageModule]:
         """The rank's stages, ready to run on ``state``; ``group`` is there if the plan has tensor parallelism."""
 
 
@@ -118,43 +115,33 @@ class RealBackend:
         state: Mapping[str, torch.Tensor],
         randomness: Randomness,
         group: TensorGroup | None,
-    ) -> dict[PipeStage, RunnableStage]:
+    ) -> dict[PipeStage, StageModule]:
         schedule, model = layout.schedule, layout.derived
         of_shard = None
         if model is not None and model.share.tp > 1:
             assert group is not None
             of_shard = TensorParallelRank(model=model, group=group)
         split = {o.stage for operations in schedule.operations for o in operations if o.kind is Kind.BACKWARD_INPUT}
-        stage_type: Callable[..., Any] = partial(StageModule, compile=self.compile)
-        if model is not None and model.half_of:
-            stage_type = SubPipelinedStage
 
-        def build(stage: Stage, captured: CapturedModel, derived: DerivedProgram | None) -> Any:
-            return stage_type(
-                stage,
-                captured,
+        def programs(key: PipeStage) -> list[ProgramOfStage]:
+            if model is None or model.share.slices == 1:
+                return [ProgramOfStage(layout.stages[key], layout.captured, of_shard)]
+            return programs_of_slices(model, [stages[key[0]] for stages in layout.stages_of_slices], of_shard)
+
+        return {
+            (number, pipe): build_stage(
+                programs((number, pipe)),
                 state,
                 loss_weight=layout.loss_weight,
                 randomness=randomness,
                 device=self.device,
-                recompute=stage.index in schedule.recompute,
-                kept=layout.plan.stages[stage.index].kept,
-                split_backward=stage.index in split,
+                recompute=number in schedule.recompute,
+                kept=layout.plan.stages[number].kept,
+                split_backward=number in split,
                 old_weights=bool(schedule.weight_version),
-                derived=derived,
                 terms=layout.trained_terms,
                 loss_scale=self.loss_scale,
-            )
-
-        if model is None or model.share.slices == 1:
-            return {key: build(stage, layout.captured, of_shard) for key, stage in layout.stages.items()}
-        programs = model.programs
-        return {
-            (number, pipe): SlicedStage(
-                model,
-                [stages[number] for stages in layout.stages_of_slices],
-                lambda stage, own: build(stage, programs[own.number], own),
-                of_shard=of_shard,
+                compile=self.compile,
             )
             for number, pipe in layout.stages
         }

@@ -7,6 +7,7 @@ computed, so there is no loss. A few cores can therefore run as many devices as 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import nan
 from typing import Any
 
@@ -28,16 +29,18 @@ from auto3d.runtime.layout import RankLayout
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.stage import RunnableStage
+from auto3d.runtime.stage import StageModule
+from auto3d.runtime.target_counts import TargetCounts
 from auto3d.runtime.tensor_group import TensorGroup
+from auto3d.runtime.weight_gradients import DeferredGradients
 from auto3d.runtime.weight_versions import WeightVersions
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import PipeStage, Program
 from auto3d.simulate.costs import Costs
 
 
-class EmulatedStage:
-    """Stands in for a StageModule. The tensors it returns have their true sizes and are allocated once.
+class EmulatedComputation:
+    """Waits where another Computation computes. The tensors that it gives have their true sizes and are allocated once.
 
     ``passes`` has what each kind of operation does; ``collectives`` runs its collectives, if it has any.
     """
@@ -45,6 +48,7 @@ class EmulatedStage:
     def __init__(
         self,
         stage: Stage,
+        loss: str,
         passes: Passes,
         *,
         recompute: bool,
@@ -52,45 +56,45 @@ class EmulatedStage:
         device: torch.device,
         collectives: EmulatedCollectives | None = None,
     ) -> None:
-        self.stage = stage
-        self.losses: dict[int, torch.Tensor] = {}  # NaN: nothing is computed
-        self.counts: dict[int, dict[int, torch.Tensor]] = {}
-        self.weights = WeightVersions({}, several=False)
+        self.targets = TargetCounts()
+        self._stage, self._loss = stage, loss
         self._passes = passes
         self._collectives = collectives
         self._recompute = recompute
         self._recomputed: set[int] = set()  # recomputed micro-batches whose backward has not run
         self._clock = clock
-        self._sent = _empty((transfer.value for transfer in stage.sent), device)
+        self._deferred = DeferredGradients()
+        self._made = _empty((transfer.value for transfer in stage.sent), device) | {loss: torch.tensor(nan)}
         self._sent_back = _empty((t.value for t in stage.received if t.value.differentiable), device)
 
+    def as_stage(self) -> StageModule:
+        """The stage that waits, whose loss is NaN."""
+        loss = self._loss if self._stage.has_loss else None
+        return StageModule(self._stage, [self], WeightVersions({}, several=False), loss=loss, deferred=self._deferred)
+
     def forward(
-        self, micro_batch: int, received: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
+        self,
+        micro_batch: int,
+        state: Mapping[str, torch.Tensor],
+        received: Mapping[str, torch.Tensor],
+        inputs: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
         self._work(Kind.FORWARD)
-        self.losses[micro_batch] = torch.tensor(nan)
-        return self._sent
+        return self._made
 
     def recompute(self, micro_batch: int) -> None:
         self._work(Kind.RECOMPUTE)
         self._recomputed.add(micro_batch)
 
-    def backward(self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
-        return self._back(Kind.BACKWARD, micro_batch)
-
-    def backward_input(
-        self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]
+    def backward(
+        self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]], *, defer_weights: bool
     ) -> dict[str, torch.Tensor]:
-        return self._back(Kind.BACKWARD_INPUT, micro_batch)
-
-    def backward_weight(self, micro_batch: int) -> None:
-        self._work(Kind.BACKWARD_WEIGHT)
-
-    def _back(self, kind: Kind, micro_batch: int) -> dict[str, torch.Tensor]:
         if self._recompute and micro_batch not in self._recomputed:
             self.recompute(micro_batch)
         self._recomputed.discard(micro_batch)
-        self._work(kind)
+        if defer_weights:
+            self._deferred.add(partial(self._work, Kind.BACKWARD_WEIGHT))
+        self._work(Kind.BACKWARD_INPUT if defer_weights else Kind.BACKWARD)
         return self._sent_back
 
     def _work(self, kind: Kind) -> None:
@@ -101,7 +105,7 @@ class EmulatedStage:
             self._clock.work(step.seconds)
             if step.collective is not None:
                 assert self._collectives is not None
-                pending[number] = self._collectives.begin(step.collective, self.stage.index, step.share)
+                pending[number] = self._collectives.begin(step.collective, self._stage.index, step.share)
         for wait in pending.values():
             wait()
 
@@ -167,14 +171,15 @@ class EmulatedBackend:
         state: Mapping[str, torch.Tensor],
         randomness: Randomness,
         group: TensorGroup | None,
-    ) -> dict[PipeStage, RunnableStage]:
+    ) -> dict[PipeStage, StageModule]:
         schedule, plan = layout.schedule, layout.plan
         costs = self._costs(layout)
         collectives = None if group is None else self._collectives(layout, group)
         of_program = cut(layout.captured.graph, plan.stages)  # with all transfers, unlike the stages of ``layout``
         return {
-            (number, pipe): EmulatedStage(
+            (number, pipe): EmulatedComputation(
                 stage,
+                layout.captured.graph.loss,
                 passes_of(
                     plan.stages[number],
                     of_program[number],
@@ -187,7 +192,7 @@ class EmulatedBackend:
                 clock=self.clock,
                 device=self.device,
                 collectives=collectives,
-            )
+            ).as_stage()
             for (number, pipe), stage in layout.stages.items()
         }
 

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,19 +18,23 @@ from auto3d.capture.model import CapturedModel
 from auto3d.data import TrainingData
 from auto3d.errors import InputError
 from auto3d.partition.evaluation import stages_in_evaluation
+from auto3d.partition.segment import segments
+from auto3d.partition.stage import Stage
 from auto3d.plan import NO_OVERLAP, Plan
 from auto3d.runtime.agreement import check_same_plan
 from auto3d.runtime.evaluation_loss import EvaluationLoss, ForwardLoss
 from auto3d.runtime.evaluation_output import Output
 from auto3d.runtime.evaluation_state import check_state, first_pipelines_buffers
 from auto3d.runtime.exchange import Exchange
-from auto3d.runtime.forward_stage import ForwardStage
 from auto3d.runtime.gathered import of_all_ranks
 from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.layout import lay_out_plan, lay_out_rank, schedules_of
 from auto3d.runtime.low_precision import with_copies
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.rank import Rank, inputs_of
+from auto3d.runtime.segment_computation import SegmentComputation
+from auto3d.runtime.stage_program import segment_program
+from auto3d.runtime.target_counts import TargetCounts
 from auto3d.runtime.tensor_group import TensorParallelRank
 from auto3d.runtime.training import Training
 from auto3d.runtime.waiting import waiting_for
@@ -179,19 +184,22 @@ class _Evaluation:
         constants = layout.captured.exported.constants
         used = {name for stage in layout.stages.values() for name in stage.state}
         self._constants = {name: value.to(rank.device) for name, value in constants.items() if name in used}
-        self._stages = {
-            pipe_stage: ForwardStage(
-                stage,
-                layout.captured,
-                kept={output.value for output in self._outputs if output.stage == stage.index}
-                | ({graph.loss} if loss and stage.has_loss else set()),
+
+        def computation(stage: Stage) -> SegmentComputation:
+            targets = TargetCounts(layout.target_terms if loss else ())
+            program_of = partial(
+                segment_program,
+                captured=layout.captured,
                 randomness=randomness,
                 device=rank.device,
+                deferred=None,
                 derived=tensor,
-                terms=layout.target_terms if loss else (),
+                targets=targets,
             )
-            for pipe_stage, stage in layout.stages.items()
-        }
+            divided = segments(graph, stage, [(0, len(graph.nodes))])
+            return SegmentComputation(stage, graph, divided, program_of, randomness=randomness, targets=targets)
+
+        self._computations = {pipe_stage: computation(stage) for pipe_stage, stage in layout.stages.items()}
 
     @property
     def inputs(self) -> set[str]:
@@ -258,7 +266,7 @@ class _Evaluation:
         own = number * layout.plan.global_batch + layout.replica * (layout.samples // layout.replicas)
         losses: dict[int, ForwardLoss] = {}
         made: dict[str, set[int]] = {output.name: set() for output in self._outputs}
-        inputs.start(self._program, {one: stage.stage.inputs for one, stage in self._stages.items()}, number)
+        inputs.start(self._program, {one: stage.inputs for one, stage in layout.stages.items()}, number)
         self._exchange.start()
         for step in self._program.steps:
             operation = step.operation
@@ -267,23 +275,26 @@ class _Evaluation:
                 assert isinstance(message, Message)  # a forward-only program has no sums
                 self._exchange.post(message)
             arrived = self._exchange.receive_for(step)
-            stage = self._stages[operation.stage, operation.pipe]
+            pipe_stage = operation.stage, operation.pipe
+            stage, computation = layout.stages[pipe_stage], self._computations[pipe_stage]
             for micro_batch in operation.micro_batches:
                 received = {name: each for name, (each,) in arrived.get(micro_batch, {}).items()}
-                loaded = inputs.of(micro_batch, stage.stage)
+                loaded = inputs.of(micro_batch, stage)
                 first = own + (layout.first_micro_batch + micro_batch) * layout.samples
                 read.add(first, loaded)
-                sent, kept = stage.forward(micro_batch, state, received, loaded)
+                with torch.no_grad():  # so that it keeps nothing for a backward
+                    values = {**loaded, **computation.forward(micro_batch, state, received, loaded)}
+                sent = {transfer.value.name: values[transfer.value.name].contiguous() for transfer in stage.sent}
                 self._exchange.send_from(step, micro_batch, sent)
-                if self._loss is not None and stage.stage.has_loss:
+                if self._loss is not None and stage.has_loss:
                     losses[micro_batch] = ForwardLoss(
-                        loss=kept[layout.captured.graph.loss],
-                        counts=stage.targets.take(),
+                        loss=values[layout.captured.graph.loss],
+                        counts=computation.targets.take(),
                         padding_counts=self._loss.padding_counts({**loaded, **received}, micro_batch, samples),
                     )
                 for output in self._outputs:
-                    if output.stage == stage.stage.index:
-                        memory[output.name][micro_batch].copy_(kept[output.value], non_blocking=True)
+                    if output.stage == stage.index:
+                        memory[output.name][micro_batch].copy_(values[output.value], non_blocking=True)
                         made[output.name].add(micro_batch)
             rank.run_ahead.end()
         self._exchange.end()

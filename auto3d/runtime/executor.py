@@ -21,7 +21,7 @@ from auto3d.runtime.optimizer_state import note_weights
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.stage import RunnableStage
+from auto3d.runtime.stage import StageModule
 from auto3d.runtime.totals import Total, Totals
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import Communication, GradientSum, LossSum, Message, PipeStage, Program, Step, without
@@ -54,7 +54,7 @@ class Executor:
 
     def __init__(
         self,
-        stages: Mapping[PipeStage, RunnableStage],
+        stages: Mapping[PipeStage, StageModule],
         optimizers: Mapping[PipeStage, Optimizers],
         inputs: MicroBatchInputs,
         peers: Peers,
@@ -73,7 +73,7 @@ class Executor:
         self.evaluates = False  # whether the parameters have these
         self._incomplete_batches = incomplete  # None: all global batches are complete
         self._incomplete: IncompleteBatch | None = None  # the global batch that runs, if it is incomplete
-        self._of_short: Mapping[PipeStage, RunnableStage] = {} if incomplete is None else incomplete.stages
+        self._of_short: Mapping[PipeStage, StageModule] = {} if incomplete is None else incomplete.stages
         self._optimizers = optimizers
         self._inputs = inputs
         self._exchange, self._sync, self._totals = peers.exchange, peers.sync, peers.totals
@@ -207,12 +207,12 @@ class Executor:
             case LossSum():
                 self._totals.begin_sum()
 
-    def _stage(self, step: Step, micro_batch: int) -> RunnableStage:
+    def _stage(self, step: Step, micro_batch: int) -> StageModule:
         """The stage that runs ``micro_batch`` in ``step``."""
         is_short = self._incomplete is not None and micro_batch == self._incomplete.short
         return (self._of_short if is_short else self._stages)[_pipe_stage(step)]
 
-    def _all_stages(self) -> list[RunnableStage]:
+    def _all_stages(self) -> list[StageModule]:
         return [*self._stages.values(), *self._of_short.values()]
 
     def _forward(self, step: Step) -> None:
@@ -225,10 +225,11 @@ class Executor:
 
     def _backward(self, step: Step) -> None:
         arrived = self._exchange.receive_for(step)
+        defer_weights = step.operation.kind is Kind.BACKWARD_INPUT
         for micro_batch in step.operation.micro_batches:
-            stage = self._stage(step, micro_batch)
-            run = stage.backward if step.operation.kind is Kind.BACKWARD else stage.backward_input
-            self._exchange.send_from(step, micro_batch, run(micro_batch, arrived.get(micro_batch, {})))
+            stage, gradients = self._stage(step, micro_batch), arrived.get(micro_batch, {})
+            sent_back = stage.backward(micro_batch, gradients, defer_weights=defer_weights)
+            self._exchange.send_from(step, micro_batch, sent_back)
 
     def _recompute(self, step: Step) -> None:
         self._exchange.receive_for(step)

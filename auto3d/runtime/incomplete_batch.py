@@ -13,7 +13,7 @@ from auto3d.partition.stage import Transfer, same_stages
 from auto3d.plan import NO_OVERLAP, Plan
 from auto3d.runtime.layout import PlanLayout, lay_out_plan
 from auto3d.runtime.settings import TrainingSettings
-from auto3d.runtime.stage import RunnableStage
+from auto3d.runtime.stage import StageModule
 from auto3d.schedule import schedule_of
 from auto3d.schedule.program import PipeStage
 
@@ -34,7 +34,7 @@ class IncompleteBatches:
     data: Incomplete
     plan: Plan
     first_micro_batch: int  # the pipeline's first in the global batch
-    stages: Mapping[PipeStage, RunnableStage]  # those that run the short micro-batch
+    stages: Mapping[PipeStage, StageModule]  # those that run the short micro-batch
     transfers: Sequence[Transfer]  # the values that cross them
 
     def of(self, iteration: int) -> IncompleteBatch | None:

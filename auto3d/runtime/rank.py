@@ -45,7 +45,7 @@ from auto3d.runtime.replicas import capture_slices, rank_program
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.same_samples import Readers, SameSamples
 from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
-from auto3d.runtime.stage import RunnableStage, StageModule
+from auto3d.runtime.stage import StageModule
 from auto3d.runtime.stand_ins import AllParameters
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.tensor_group import ProcessTensorGroup
@@ -149,11 +149,10 @@ class Rank:
         self.executor.note_weights(evaluation=_EVALUATES in numbers)
 
 
-def _compile(stages: Iterable[RunnableStage], world: World, device: torch.device) -> None:
-    """Compile the code of ``stages`` and wait for the other ranks, which may take minutes longer."""
-    for stage in stages:
-        assert isinstance(stage, StageModule), "other stages are not compiled"
-        stage.warm_up(device)
+def _compile(stages: Iterable[tuple[StageModule, Graph]], world: World, device: torch.device) -> None:
+    """Compile ``stages``, each a part of its Graph, and wait for the other ranks, which may take minutes longer."""
+    for stage, graph in stages:
+        stage.warm_up(graph, device)
     everyone = new_group(range(world.size), COMPILE_TIMEOUT_S, device=device, numbers=True)
     connect(everyone, device=device, what="all ranks, each with its stages compiled", timeout_s=COMPILE_TIMEOUT_S)
 
@@ -236,6 +235,7 @@ def build_rank(
         device=device,
     )
     stages = backend.stages(layout, tensors, randomness, group)
+    compiled = [(stage, layout.captured.graph) for stage in stages.values()]
     incomplete = None
     if data.incomplete is not None:
         short = lay_out_rank(lay_out_short(common, data.incomplete.short), world.rank)
@@ -248,8 +248,9 @@ def build_rank(
         )
         for pipe_stage, stage in incomplete.stages.items():
             stage.weights = stages[pipe_stage].weights
+            compiled.append((stage, short.captured.graph))
     if settings.compile:
-        _compile([*stages.values(), *(() if incomplete is None else incomplete.stages.values())], world, device)
+        _compile(compiled, world, device)
     totals = Totals(
         everyone,
         device=device,

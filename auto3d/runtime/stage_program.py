@@ -3,6 +3,7 @@
 import operator
 from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from auto3d.capture.autocast import copy_name
 from auto3d.capture.describe import is_random
 from auto3d.capture.model import CapturedModel
 from auto3d.partition.segment import Segment
+from auto3d.partition.stage import Stage
 from auto3d.runtime.compiled import compiled
 from auto3d.runtime.constants import fold_constants
 from auto3d.runtime.low_precision import UseOfCopy
@@ -38,6 +40,15 @@ class DerivedProgram(Protocol):
 
     def module_of(self, node: fx.Node, number: int, randomness: Randomness) -> nn.Module | None:
         """The module that replaces ``node``, operation ``number`` of the whole model; None if it runs as it is."""
+
+
+@dataclass(frozen=True)
+class ProgramOfStage:
+    """A ``stage`` of the program ``captured``; ``derived`` runs the operators of one that is derived from a model."""
+
+    stage: Stage
+    captured: CapturedModel
+    derived: DerivedProgram | None = None
 
 
 def segment_program(

@@ -13,10 +13,11 @@ from auto3d.capture.graph import Value
 from auto3d.cost.profile import SubgraphTimes
 from auto3d.data import Batches
 from auto3d.partition.stage import Stage
+from auto3d.runtime.build_stage import build_stage
 from auto3d.runtime.clock import Clock, Mark
 from auto3d.runtime.distinct_subgraphs import ModelSubgraphs
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage import StageModule
+from auto3d.runtime.stage_program import ProgramOfStage
 from auto3d.runtime.tensor_group import Pending, TensorParallelRank
 
 MIN_REPETITIONS = 3  # least number of repetitions of a subgraph in each round
@@ -123,15 +124,13 @@ class SubgraphRun:
         inside = set(stage.nodes)
         modules = [node.module for node in graph.nodes if node.name in inside and not node.from_inputs and node.module]
         self.name, self.samples = modules[0] if modules else stage.nodes[0], graph.micro_batch_size
-        self._module = StageModule(
-            stage,
-            captured,
+        self._module = build_stage(
+            [ProgramOfStage(stage, captured, tensor)],
             state,
             loss_weight=1.0,
             randomness=Randomness(0, first_micro_batch=0, micro_batches=1, device=device),
             device=device,
             split_backward=split,
-            derived=tensor,
         )
         self._state = {state[name].untyped_storage().data_ptr() for name in stage.state}
         self._device = device
@@ -153,7 +152,7 @@ class SubgraphRun:
         self._module.backward(0, self._gradients)
 
     def backward_input(self) -> None:
-        self._module.backward_input(0, self._gradients)
+        self._module.backward(0, self._gradients, defer_weights=True)
 
     def backward_weight(self) -> None:
         self._module.backward_weight(0)

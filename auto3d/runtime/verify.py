@@ -27,10 +27,10 @@ from auto3d.data import Batches, DataSettings
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import stages_between
+from auto3d.runtime.build_stage import build_stage
 from auto3d.runtime.low_precision import with_copies
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage import StageModule
-from auto3d.runtime.stage_program import segment_program
+from auto3d.runtime.stage_program import ProgramOfStage, segment_program
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-7  # the bounds of the parity tests, for float32
 _QUESTIONS_NAMED = 3  # how many lines that ask whether they are traced an error names
@@ -201,9 +201,8 @@ def _run_program(
     captured: CapturedModel, model: nn.Module, batch: Mapping[str, torch.Tensor], device: torch.device
 ) -> Computed:
     tensors = _tensors(captured, model, device)
-    stage = StageModule(
-        _whole(captured), captured, tensors, loss_weight=1.0, randomness=randomness_of_one(device), device=device
-    )
+    whole = ProgramOfStage(_whole(captured), captured)
+    stage = build_stage([whole], tensors, loss_weight=1.0, randomness=randomness_of_one(device), device=device)
     with _SeededDraws():
         stage.forward(0, {}, {name: value.clone() for name, value in batch.items()})
     stage.backward(0, {})

@@ -23,12 +23,11 @@ from auto3d.errors import InputError
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
+from auto3d.runtime.build_stage import build_stage
 from auto3d.runtime.lockstep import Lockstep, LockstepGroup
 from auto3d.runtime.low_precision import with_copies
 from auto3d.runtime.randomness import Randomness, SeededOperation
-from auto3d.runtime.stage import StageModule
-from auto3d.runtime.stage_program import segment_program
-from auto3d.runtime.sub_pipelined_stage import SubPipelinedStage
+from auto3d.runtime.stage_program import ProgramOfStage, segment_program
 from auto3d.runtime.tensor_group import ConversionModule, TensorGroup, TensorParallelRank
 from auto3d.runtime.verify import (
     Computed,
@@ -158,10 +157,8 @@ def _run(
     tensor: TensorParallelRank | None = None,
 ) -> Computed:
     (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
-    halved = tensor is not None and tensor.model.half_of
-    running = (SubPipelinedStage if halved else StageModule)(
-        stage, captured, state, loss_weight=1.0, randomness=randomness_of_one(device), device=device, derived=tensor
-    )
+    programs = [ProgramOfStage(stage, captured, tensor)]
+    running = build_stage(programs, state, loss_weight=1.0, randomness=randomness_of_one(device), device=device)
     running.forward(0, {}, {name: value.clone() for name, value in batch.items()})
     running.backward(0, {})
     return Computed(

@@ -14,10 +14,11 @@ from auto3d.derived.model import Derived
 from auto3d.errors import InputError
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
+from auto3d.runtime.build_stage import build_stage
+from auto3d.runtime.earlier_slices import programs_of_slices
 from auto3d.runtime.layout import stages_of_slices, terms_of_slice
-from auto3d.runtime.sliced_stage import SlicedStage
-from auto3d.runtime.stage import RunnableStage, StageModule
-from auto3d.runtime.stage_program import DerivedProgram
+from auto3d.runtime.stage import StageModule
+from auto3d.runtime.stage_program import DerivedProgram, ProgramOfStage
 from auto3d.runtime.verify import Computed, built_state, coarseness_of, one_batch, randomness_of_one
 
 
@@ -50,9 +51,8 @@ def run_whole(
     """What ``captured`` computes of ``batch`` with copies of ``state``."""
     state = _copied(state)
     (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
-    running = StageModule(
-        stage,
-        captured,
+    running = build_stage(
+        [ProgramOfStage(stage, captured)],
         state,
         loss_weight=1.0,
         randomness=randomness_of_one(device),
@@ -72,21 +72,13 @@ def run_slices(
     """What the slices of ``model`` compute together; ``of_shard`` is the field of SliceOfStage."""
     state = _copied(state)
     everything = stages_between([0, len(model.whole.graph.nodes)])
-    randomness, terms = randomness_of_one(device), terms_of_slice(model.whole, model.share.slices).counted
-    running = SlicedStage(
-        model,
-        [stage for (stage,) in stages_of_slices(model, everything)],
-        lambda stage, own: StageModule(
-            stage,
-            model.programs[own.number],
-            state,
-            loss_weight=1 / model.share.slices,
-            randomness=randomness,
-            device=device,
-            derived=own,
-            terms=terms,
-        ),
-        of_shard=of_shard,
+    running = build_stage(
+        programs_of_slices(model, [stage for (stage,) in stages_of_slices(model, everything)], of_shard),
+        state,
+        loss_weight=1 / model.share.slices,
+        randomness=randomness_of_one(device),
+        device=device,
+        terms=terms_of_slice(model.whole, model.share.slices).counted,
     )
     return _computed(running, model.share.slices, state, batch)
 
@@ -96,7 +88,7 @@ def _copied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _computed(
-    running: RunnableStage,
+    running: StageModule,
     slices: int,
     state: Mapping[str, torch.Tensor],
     batch: Mapping[str, torch.Tensor],

@@ -29,6 +29,8 @@ from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
+from auto3d.runtime.stage import StageModule
+from auto3d.runtime.target_counts import TargetCounts
 from auto3d.runtime.totals import Totals
 from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.weight_versions import WeightVersions
@@ -145,7 +147,9 @@ def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float)
     receipts = _Receipts(pipeline)
     load = _SyntheticLoad(device, random.Random(f"{pattern} {world.rank}"), timeout_s)
     stages = {
-        (number, pipe): _FakeStage(_stage(number, transfers), pipe, parameters[_parameter(number)], receipts, load)
+        (number, pipe): _FakeComputation(
+            _stage(number, transfers), pipe, parameters[_parameter(number)], receipts, load
+        ).as_stage()
         for number, pipe in pipe_stages
     }
     micro_batches = pattern.micro_batches * schedule.parts
@@ -261,30 +265,37 @@ class _SyntheticLoad:
                 torch.cuda.synchronize(self._device)
 
 
-class _FakeStage:
-    """Stands in for a StageModule: it returns known tensors, and checks those that it receives."""
+class _FakeComputation:
+    """It returns known tensors, and checks those that it receives."""
 
     def __init__(
         self, stage: Stage, pipe: int, parameter: nn.Parameter, receipts: _Receipts, load: _SyntheticLoad
     ) -> None:
-        self.stage = stage
-        self.losses: dict[int, torch.Tensor] = {}
-        self.counts: dict[int, dict[int, torch.Tensor]] = {}
-        self.weights = WeightVersions({}, several=False)
+        self.targets = TargetCounts()
+        self._stage = stage
         self._pipe = pipe
         self._parameter = parameter
         self._receipts = receipts
         self._load = load
 
+    def as_stage(self) -> StageModule:
+        return StageModule(self._stage, [self], WeightVersions({}, several=False))
+
     def forward(
-        self, micro_batch: int, received: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
+        self,
+        micro_batch: int,
+        state: Mapping[str, torch.Tensor],
+        received: Mapping[str, torch.Tensor],
+        inputs: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
         for name, tensor in received.items():
             self._receipts.note(self._name("the activations", name, micro_batch), tensor)
         self._load.run(1)
-        return self._tensors("the activations", self.stage.sent, micro_batch)
+        return self._tensors("the activations", self._stage.sent, micro_batch)
 
-    def backward(self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def backward(
+        self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]], *, defer_weights: bool
+    ) -> dict[str, torch.Tensor]:
         for name, tensors in gradients.items():
             for tensor in tensors:
                 self._receipts.note(self._name("the gradients", name, micro_batch), tensor)
@@ -293,18 +304,10 @@ class _FakeStage:
             if self._parameter.grad is None:
                 self._parameter.grad = torch.zeros_like(self._parameter)
             self._parameter.grad += 1
-        return self._tensors("the gradients", self.stage.received, micro_batch)
+        return self._tensors("the gradients", self._stage.received, micro_batch)
 
     def recompute(self, micro_batch: int) -> None:
         raise NotImplementedError("no pattern recomputes")
-
-    def backward_input(
-        self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]
-    ) -> dict[str, torch.Tensor]:
-        raise NotImplementedError("no pattern splits a backward")
-
-    def backward_weight(self, micro_batch: int) -> None:
-        raise NotImplementedError("no pattern splits a backward")
 
     def _tensors(self, what: str, transfers: Sequence[Transfer], micro_batch: int) -> dict[str, torch.Tensor]:
         return {

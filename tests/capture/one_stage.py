@@ -9,9 +9,10 @@ from auto3d.capture.export import InputSpec
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
+from auto3d.runtime.build_stage import build_stage
 from auto3d.runtime.materialize import materialize
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage import StageModule
+from auto3d.runtime.stage_program import ProgramOfStage
 
 CPU = torch.device("cpu")
 SEED = 3
@@ -35,9 +36,8 @@ def assert_equal_to_eager(
         name: nn.Parameter(tensor, requires_grad=name in graph.trained) if name in graph.parameters else tensor
         for name, tensor in state.items()
     }
-    running = StageModule(
-        stage,
-        captured,
+    running = build_stage(
+        [ProgramOfStage(stage, captured)],
         {**tensors, **captured.exported.constants},
         loss_weight=1.0,
         randomness=Randomness(SEED, first_micro_batch=0, micro_batches=micro_batches, device=CPU),

@@ -20,9 +20,10 @@ from auto3d.capture.model import capture
 from auto3d.data import Batches
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
+from auto3d.runtime.build_stage import build_stage
 from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage import StageModule
+from auto3d.runtime.stage_program import ProgramOfStage
 from tests.models import KINDS, MODELS, OTHERS, captured
 from tests.soak import soak
 
@@ -53,9 +54,8 @@ def test_saved_bytes_are_those_that_autograd_keeps(model, micro_batch_size):
     (stage,) = cut(graph, stages_between([0, len(graph.nodes)]))
     cpu = torch.device("cpu")
     randomness = Randomness(1, first_micro_batch=0, micro_batches=1, device=cpu)
-    running = StageModule(
-        stage,
-        model_captured,
+    running = build_stage(
+        [ProgramOfStage(stage, model_captured)],
         {**model_captured.exported.constants, **state},
         loss_weight=1.0,
         randomness=randomness,
@@ -161,8 +161,12 @@ def test_branches_on_the_batch_size_are_captured(size, used):
     (stage,) = cut(model.graph, stages_between([0, len(model.graph.nodes)]))
     cpu = torch.device("cpu")
     randomness = Randomness(1, first_micro_batch=0, micro_batches=1, device=cpu)
-    running = StageModule(
-        stage, model, dict(module.named_parameters()), loss_weight=1.0, randomness=randomness, device=cpu
+    running = build_stage(
+        [ProgramOfStage(stage, model)],
+        dict(module.named_parameters()),
+        loss_weight=1.0,
+        randomness=randomness,
+        device=cpu,
     )
     running.forward(0, {}, {"x": x})
     assert running.losses[0] == module(x)

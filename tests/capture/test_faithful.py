@@ -10,8 +10,9 @@ from auto3d.capture.export import InputSpec
 from auto3d.capture.model import capture
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
+from auto3d.runtime.build_stage import build_stage
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage import StageModule
+from auto3d.runtime.stage_program import ProgramOfStage
 
 ROWS = {"x": InputSpec(shape=(4,), dtype=torch.float32)}
 CPU = torch.device("cpu")
@@ -114,9 +115,8 @@ def gradients_of_graph(model, build, x, cuts, **options):
     randomness = Randomness(1, first_micro_batch=0, micro_batches=1, device=CPU)
     bounds = [0, *cuts(len(captured.graph.nodes)), len(captured.graph.nodes)]
     stages = [
-        StageModule(
-            stage,
-            captured,
+        build_stage(
+            [ProgramOfStage(stage, captured)],
             {**captured.exported.constants, **state},
             loss_weight=1.0,
             randomness=randomness,

@@ -3,7 +3,6 @@
 from unittest.mock import patch
 
 import pytest
-import torch
 from torch._dynamo.utils import counters
 
 from auto3d.errors import InputError
@@ -26,8 +25,8 @@ def run_compiled(world: World, model: str, plan: Plan) -> dict:
     """As ``run_rank``, and fails if anything is compiled after the warm-up."""
     warm_up, compiled = StageModule.warm_up, []
 
-    def counted(stage: StageModule, device: torch.device) -> None:
-        warm_up(stage, device)
+    def counted(stage: StageModule, *arguments: object) -> None:
+        warm_up(stage, *arguments)
         compiled.append(counters["stats"]["unique_graphs"])
 
     with patch.object(StageModule, "warm_up", counted):

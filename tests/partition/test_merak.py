@@ -15,8 +15,9 @@ from auto3d.data import Batches
 from auto3d.partition.merak import Sharding, common_nodes, shard, sharding_bounds
 from auto3d.partition.stage import PartitionError, cut
 from auto3d.plan import stages_between
+from auto3d.runtime.build_stage import build_stage
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage import StageModule
+from auto3d.runtime.stage_program import ProgramOfStage
 from tests.models import MODELS, captured
 from tests.soak import soak
 
@@ -143,7 +144,8 @@ def run_in_sequence(model: CapturedModel, bounds: tuple[int, ...], module: torch
         parameter.grad = torch.zeros_like(parameter)
     randomness = Randomness(1, first_micro_batch=0, micro_batches=1, device=CPU)
     running = [
-        StageModule(stage, model, tensors, loss_weight=1.0, randomness=randomness, device=CPU) for stage in stages
+        build_stage([ProgramOfStage(stage, model)], tensors, loss_weight=1.0, randomness=randomness, device=CPU)
+        for stage in stages
     ]
     values: dict[str, torch.Tensor] = {}
     for stage in running:

@@ -18,13 +18,14 @@ from auto3d.partition.cost import analytic
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan, stages_between
+from auto3d.runtime.build_stage import build_stage
 from auto3d.runtime.device_clock import DeviceClock
-from auto3d.runtime.emulated import EmulatedStage
+from auto3d.runtime.emulated import EmulatedComputation
 from auto3d.runtime.emulated_collectives import GivenCollectives
 from auto3d.runtime.emulated_passes import EmulatedStep, passes_of
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage import StageModule
+from auto3d.runtime.stage_program import ProgramOfStage
 from auto3d.runtime.tensor_group import Pending
 from auto3d.schedule import build_schedule
 from auto3d.schedule.operation import Kind
@@ -158,9 +159,14 @@ def test_messages_have_their_true_sizes(model):
     randomness = Randomness(1, first_micro_batch=0, micro_batches=1, device=CPU)
     pairs, values = [], {}
     for plan_stage, real, emulated in zip(plan_stages, real_stages, emulated_stages, strict=True):
-        running = StageModule(real, model_captured, tensors, loss_weight=1.0, randomness=randomness, device=CPU)
+        running = build_stage(
+            [ProgramOfStage(real, model_captured)], tensors, loss_weight=1.0, randomness=randomness, device=CPU
+        )
         passes = passes_of(plan_stage, real, None, costs, parts=1, recompute=False)
-        waiting = EmulatedStage(emulated, passes, recompute=False, clock=DeviceClock(), device=CPU)
+        loss = model_captured.graph.loss
+        waiting = EmulatedComputation(
+            emulated, loss, passes, recompute=False, clock=DeviceClock(), device=CPU
+        ).as_stage()
         pairs.append((running, waiting))
         received = {transfer.value.name: values[transfer.value.name] for transfer in real.received}
         sent = running.forward(0, received, batch)
@@ -254,8 +260,10 @@ def seconds_of(compute: list[float], collective: float, *, halves: int, late: fl
     collectives = GivenCollectives(group, [collective], clock=clock)
     group.late = late
     passes = {Kind.RECOMPUTE: tuple(steps)}
-    emulated = EmulatedStage(stage, passes, recompute=True, clock=clock, device=CPU, collectives=collectives)
-    emulated.recompute(0)
+    emulated = EmulatedComputation(
+        stage, "loss", passes, recompute=True, clock=clock, device=CPU, collectives=collectives
+    )
+    emulated.as_stage().recompute(0)
     return clock.free - begin
 
 

@@ -16,8 +16,10 @@ from auto3d.partition.merak import shard
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import cut
 from auto3d.plan import PlanError, stages_between
+from auto3d.runtime.build_stage import build_stage
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
+from auto3d.runtime.stage_program import ProgramOfStage
 from tests.models import MODELS, captured
 
 CPU = torch.device("cpu")
@@ -33,9 +35,8 @@ def whole_model(model: str, **options: Any) -> tuple[StageModule, nn.Module, dic
         parameter.grad = torch.zeros_like(parameter)
     model_captured = captured(model, 2)
     (stage,) = cut(model_captured.graph, stages_between([0, len(model_captured.graph.nodes)]))
-    running = StageModule(
-        stage,
-        model_captured,
+    running = build_stage(
+        [ProgramOfStage(stage, model_captured)],
         {**model_captured.exported.constants, **dict(module.named_buffers()), **parameters},
         loss_weight=1.0,
         randomness=Randomness(1, first_micro_batch=0, micro_batches=1, device=CPU),
@@ -52,7 +53,7 @@ def test_the_input_half_defers_weight_gradients_of_products_to_the_weight_half(m
     running, module, batch = whole_model(model, split_backward=True)
     parameters = dict(module.named_parameters())
     running.forward(0, {}, batch)
-    running.backward_input(0, {})
+    running.backward(0, {}, defer_weights=True)
     matrices = [name for name, p in parameters.items() if p.dim() > 1 and "embedding" not in name and "wpe" not in name]
     empty = [name for name in matrices if not parameters[name].grad.any()]
     assert len(empty) >= 0.9 * len(matrices) > 10
@@ -199,7 +200,7 @@ def test_recomputation_and_a_split_backward_together(which):
     )
     for stage in (plain, running):
         stage.forward(0, {}, batch)
-        stage.backward_input(0, {})
+        stage.backward(0, {}, defer_weights=True)
         stage.backward_weight(0)
     assert_same_gradients(state, expected, identical=False)
 

@@ -8,9 +8,9 @@ from auto3d.capture.export import InputSpec
 from auto3d.capture.model import capture
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
+from auto3d.runtime.build_stage import build_stage
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage import StageModule
-from auto3d.runtime.stage_program import in_layout
+from auto3d.runtime.stage_program import ProgramOfStage, in_layout
 
 CPU = torch.device("cpu")
 
@@ -35,9 +35,8 @@ def losses(bounds: list[int]) -> tuple[float, dict[str, torch.Tensor]]:
     module, x = Turned(), torch.randn(5, 12)
     tensors = dict(module.named_parameters())
     running = [
-        StageModule(
-            stage,
-            captured,
+        build_stage(
+            [ProgramOfStage(stage, captured)],
             tensors,
             loss_weight=1.0,
             randomness=Randomness(1, first_micro_batch=0, micro_batches=1, device=CPU),

@@ -18,11 +18,11 @@ from auto3d.derived.model import Derived
 from auto3d.derived.shards import tensor_parallel
 from auto3d.partition.stage import cut
 from auto3d.plan import StagePlan
+from auto3d.runtime.build_stage import build_stage
 from auto3d.runtime.lockstep import Lockstep
 from auto3d.runtime.materialize import materialize
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage import StageModule
-from auto3d.runtime.sub_pipelined_stage import SubPipelinedStage
+from auto3d.runtime.stage_program import ProgramOfStage
 from auto3d.runtime.tensor_group import TensorParallelRank
 from tests.models import TRAINED, captured
 from tests.soak import soak
@@ -63,15 +63,13 @@ def train(
         plans.append(replace(plan, kept=((start, last),)) if start < last else plan)
     local = model.stages(plans)
     stages = cut(model.program.graph, local)
-    stage_type = SubPipelinedStage if model.half_of else StageModule
 
     def one(group):
         state = state_of(model, group.shard, whole)
         randomness = Randomness(3, first_micro_batch=0, micro_batches=2, device=CPU)
         modules = [
-            stage_type(
-                stage,
-                model.program,
+            build_stage(
+                [ProgramOfStage(stage, model.program, TensorParallelRank(model=model, group=group))],
                 state,
                 loss_weight=0.5,
                 randomness=randomness,
@@ -79,7 +77,6 @@ def train(
                 recompute=kept is not None,
                 kept=each.kept,
                 split_backward=split_backward,
-                derived=TensorParallelRank(model=model, group=group),
             )
             for stage, each in zip(stages, local, strict=True)
         ]

@@ -114,12 +114,15 @@ class FakeStage:
     def recompute(self, micro_batch: int) -> None:
         self._run(self._name("R", micro_batch), self._kept[micro_batch], [])
 
-    def backward(self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
-        sent_back = self.backward_input(micro_batch, gradients)
-        self.backward_weight(micro_batch)
+    def backward(
+        self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]], *, defer_weights: bool = False
+    ) -> dict[str, torch.Tensor]:
+        sent_back = self._backward_input(micro_batch, gradients)
+        if not defer_weights:
+            self.backward_weight(micro_batch)
         return sent_back
 
-    def backward_input(
+    def _backward_input(
         self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
         what = self._name("B", micro_batch)

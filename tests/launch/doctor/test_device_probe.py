@@ -110,14 +110,14 @@ def test_a_deadlock_names_the_ranks_and_what_they_wait_for(monkeypatch):
 
 
 def test_a_rank_that_is_silent_in_a_schedule_is_named(monkeypatch):
-    real = exchange_probe._FakeStage.backward
+    real = exchange_probe._FakeComputation.backward
 
-    def silent(self, micro_batch, gradients):
-        if self.stage.index == 1 and micro_batch == 2:
+    def silent(self, micro_batch, gradients, **options):
+        if self._stage.index == 1 and micro_batch == 2:
             signal.pause()
-        return real(self, micro_batch, gradients)
+        return real(self, micro_batch, gradients, **options)
 
-    monkeypatch.setattr(exchange_probe._FakeStage, "backward", silent)
+    monkeypatch.setattr(exchange_probe._FakeComputation, "backward", silent)
     monkeypatch.setattr(device_probe, "WAIT_S", 3.0)
     error = exchange().error
     assert error.startswith("in 1f1b dp=1 pp=2: rank 1 on ")

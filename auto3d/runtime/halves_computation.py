@@ -1,11 +1,11 @@
-"""Runs one stage whose micro-batches are in two halves: the collectives of one run under the computation of the other.
+"""Computes micro-batches in two halves: the collectives of one run under the computation of the other.
 
 Autograd runs the backward of operations in the opposite order of their forward. Turns change at other collectives in
-the backward than in the forward (partition/turns.py), so the pieces of a stage are separate autograd graphs, which this
-stage runs in an order of its own in each direction.
+the backward than in the forward (partition/turns.py), so the pieces of a stage are separate autograd graphs, which run
+in an order of their own in each direction.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,21 +15,15 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.graph import _BoxedCodeGen
 
-from auto3d.capture.loss_terms import ScaledTerm, TargetTerm
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.nodes import args_of
-from auto3d.partition.segment import segments
+from auto3d.partition.segment import Segment
 from auto3d.partition.stage import Stage
 from auto3d.partition.turns import Handover, Turn, turns, values_with_gradient
-from auto3d.runtime.loss_scale import LossScale
-from auto3d.runtime.low_precision import copies_of
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage import no_saved_activations
-from auto3d.runtime.stage_program import DerivedProgram, segment_program
+from auto3d.runtime.segment_computation import ProgramOf, no_saved_activations
 from auto3d.runtime.target_counts import TargetCounts
 from auto3d.runtime.tensor_group import Action, Pending, TensorParallelRank, backward_action, forward_action
-from auto3d.runtime.weight_gradients import DeferredGradients, WeightGradientsAtOnce
-from auto3d.runtime.weight_versions import WeightVersions
 from auto3d.tensor.collectives import conversion_of, split_of
 
 
@@ -127,92 +121,65 @@ class _RunnableSegment:
 class _HalvesInFlight:
     """What the backward of one micro-batch needs from its forward."""
 
+    state: Mapping[str, torch.Tensor]
     gradients: _Gradients = field(default_factory=_Gradients)
     taken: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # per segment that runs again: its inputs
     made: dict[int, list[tuple[str, GradientEdge]]] = field(default_factory=dict)  # per piece, by its id
 
 
-class SubPipelinedStage:
-    """Runs one stage of a program in halves, one micro-batch at a time; the arguments are those of a StageModule.
+class HalvesComputation:
+    """The Computation of a ``stage`` of ``captured``, the program of the tensor-parallel ``rank`` in halves.
 
     Each half runs in turns with the other, in the forward, the backward and recomputation. A collective begins when its
-    value is complete, and is awaited when its result is first needed.
+    value is complete, and is awaited when its result is first needed. ``program_of`` makes the modules of the pieces of
+    the segments ``divided``.
     """
 
     def __init__(
         self,
         stage: Stage,
         captured: CapturedModel,
-        tensors: Mapping[str, torch.Tensor],
+        divided: Sequence[Segment],
+        program_of: ProgramOf,
         *,
-        loss_weight: float,
+        rank: TensorParallelRank,
         randomness: Randomness,
+        targets: TargetCounts,
         device: torch.device,
-        recompute: bool = False,
-        kept: Sequence[tuple[int, int]] = (),
-        split_backward: bool = False,
-        old_weights: bool = False,
-        derived: DerivedProgram | None = None,
-        terms: Sequence[TargetTerm | ScaledTerm] = (),
-        loss_scale: LossScale | None = None,
     ) -> None:
-        assert isinstance(derived, TensorParallelRank)
-        assert derived.model.half_of
-        group, half_of = derived.group, derived.model.half_of
-        self.stage = stage
-        self.losses: dict[int, torch.Tensor] = {}  # micro-batch -> its weighted loss, until it is taken
-        self.counts: dict[int, dict[int, torch.Tensor]] = {}
-        self._targets = TargetCounts(terms)
-        self._loss_scale = loss_scale or LossScale()
-        self.weights = WeightVersions(
-            {name: tensors[name] for name in stage.state},
-            several=old_weights,
-            copies=copies_of(captured, frozenset(stage.nodes)),
-        )
-        self._sent = list(dict.fromkeys(transfer.value.name for transfer in stage.sent))
-        self._loss_name = captured.graph.loss if stage.has_loss else None
-        self._loss_weight = loss_weight
+        self.targets = targets
+        self._received = [transfer.value.name for transfer in stage.received if transfer.value.differentiable]
         self._randomness = randomness
         self._device = device
-        self._weight_gradients = DeferredGradients() if split_backward else WeightGradientsAtOnce()
+        nodes = {node.name: node for node in captured.exported.program.nodes}
         self._with_gradient = values_with_gradient(captured.exported.program)
-        self._value_of = {node.name: node.meta.get("val") for node in captured.exported.program.nodes}
+        self._value_of = {name: node.meta.get("val") for name, node in nodes.items()}
         self._anchor = torch.zeros((), requires_grad=True)
         self._in_flight: dict[int, _HalvesInFlight] = {}
-        self._weight_work: dict[int, list[Callable[[], None]]] = {}
-        nodes = {node.name: node for node in captured.exported.program.nodes}
 
         def runnable(turn: Turn) -> _RunnableTurn:
             if isinstance(turn, Handover):
                 node = nodes[turn.node]
                 conversion = conversion_of(node.target)
                 assert conversion is not None
-                how = (conversion, split_of(args_of(node)), group)
+                how = (conversion, split_of(args_of(node)), rank.group)
                 return _RunnableHandover(
                     forward=forward_action(*how, turn.node),
                     backward=backward_action(*how, f"the gradient of {turn.node}"),
                     takes=[turn.takes],
                     gives=[turn.node],
                 )
-            module, state, takes = segment_program(
-                turn.segment,
-                captured,
-                randomness=randomness,
-                device=device,
-                deferred=self._weight_gradients,
-                derived=derived,
-                targets=self._targets,
-            )
+            module, state, takes = program_of(turn.segment)
             module.graph.set_codegen(_BoxedCodeGen())
             module.recompile()
             return _RunnablePiece(module=module, state=state, takes=takes, gives=turn.segment.gives)
 
-        if not recompute:
-            kept = [(0, len(captured.graph.nodes))]
-        all_turns = turns(captured, segments(captured.graph, stage, kept), half_of)
+        all_turns = turns(captured, divided, rank.model.half_of)
         made = [{id(turn): runnable(turn) for turn in each.forward} for each in all_turns]
         forward = [list(each.values()) for each in made]
-        held = {*self._sent, *filter(None, [self._loss_name])}
+        sent = (transfer.value.name for transfer in stage.sent)
+        self._gives = list(dict.fromkeys([*([captured.graph.loss] if stage.has_loss else []), *sent]))
+        held = set(self._gives)
         held.update(name for each in all_turns if not each.segment.kept for name in each.segment.takes)
         unused = _unused([turn for each in forward for turn in each], held)
         self._segments = []
@@ -231,54 +198,37 @@ class SubPipelinedStage:
             unused = unused[count:]
 
     def forward(
-        self, micro_batch: int, received: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
+        self,
+        micro_batch: int,
+        state: Mapping[str, torch.Tensor],
+        received: Mapping[str, torch.Tensor],
+        inputs: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
-        """Run ``micro_batch``; returns the values to send, contiguous and detached from autograd."""
-        in_flight = self._in_flight[micro_batch] = _HalvesInFlight()
+        in_flight = self._in_flight[micro_batch] = _HalvesInFlight(state)
+        self._randomness.micro_batch = micro_batch
         values = _Values({**inputs, **received})
         for number, segment in enumerate(self._segments):
             with nullcontext() if segment.kept else no_saved_activations():
-                self._run(number, micro_batch, values, segment.unused, keep=segment.kept)
+                self._run(segment, in_flight, values, segment.unused, keep=segment.kept)
             if not segment.kept:
                 in_flight.taken[number] = {name: values[name] for name in segment.takes}
-        if self._loss_name is not None:
-            self.losses[micro_batch] = values[self._loss_name] * self._loss_weight
-        if counts := self._targets.take():
-            self.counts[micro_batch] = counts
-        return {name: values[name].contiguous() for name in self._sent}
+        return {name: values[name] for name in self._gives}
 
     def recompute(self, micro_batch: int) -> None:
-        """Compute the activations again that the forward of ``micro_batch`` dropped."""
         for number in range(len(self._segments)):
             self._run_again(number, micro_batch)
 
-    def backward(self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Run the backward of ``micro_batch``; ``gradients`` has those of each sent value from all stages that used it.
-
-        Returns the gradient of every received differentiable value, contiguous: zeros if the value does not influence
-        the loss.
-        """
-        sent_back = self.backward_input(micro_batch, gradients)
-        self.backward_weight(micro_batch)
-        return sent_back
-
-    def backward_input(
-        self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]
+    def backward(
+        self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]], *, defer_weights: bool
     ) -> dict[str, torch.Tensor]:
-        """As ``backward``, but without the weight gradients that a split backward defers.
-
-        It goes from the last segment to the first. If ``recompute`` was not called before, it recomputes each segment
-        only when the activations of the later ones have been freed.
+        """It goes from the last segment to the first. If ``recompute`` was not called before, it recomputes each
+        segment only when the activations of the later ones have been freed.
         """
         in_flight = self._in_flight[micro_batch]
         given = in_flight.gradients
         for name, arrived in gradients.items():
             for gradient in arrived:
                 given.add(name, gradient)
-        if self._loss_name is not None:
-            like = self._value_of[self._loss_name]
-            weight = self._loss_weight * self._loss_scale.value
-            given.add(self._loss_name, torch.full(like.shape, weight, dtype=like.dtype, device=self._device))
         for number in reversed(range(len(self._segments))):
             self._run_again(number, micro_batch)
             for turn in self._segments[number].backward:
@@ -287,48 +237,43 @@ class SubPipelinedStage:
                 elif (of_result := given.take(turn.gives[0])) is not None:
                     given.add(turn.takes[0], turn.backward(of_result))
         del self._in_flight[micro_batch]
-        self._weight_work[micro_batch] = self._weight_gradients.take()
         sent_back = {}
-        for transfer in self.stage.received:
-            if transfer.value.differentiable:
-                name = transfer.value.name
-                of_value, like = given.take(name), self._value_of[name]
-                if of_value is None:
-                    of_value = torch.zeros(like.shape, dtype=like.dtype, device=self._device)
-                sent_back[name] = of_value.contiguous()
+        for name in self._received:
+            of_value, like = given.take(name), self._value_of[name]
+            if of_value is None:
+                of_value = torch.zeros(like.shape, dtype=like.dtype, device=self._device)
+            sent_back[name] = of_value.contiguous()
         return sent_back
-
-    @torch.no_grad()
-    def backward_weight(self, micro_batch: int) -> None:
-        """Compute the gradients that ``backward_input`` of ``micro_batch`` deferred; then the micro-batch is done."""
-        for work in self._weight_work.pop(micro_batch, []):
-            work()
-        self.weights.end(micro_batch)
 
     def _run_again(self, number: int, micro_batch: int) -> None:
         """Run a segment again unless its activations are here."""
         segment, in_flight = self._segments[number], self._in_flight[micro_batch]
         if not segment.kept and number in in_flight.taken:
+            self._randomness.micro_batch = micro_batch
             values = _Values(in_flight.taken.pop(number))
-            self._run(number, micro_batch, values, segment.unused_again, keep=True)
+            self._run(segment, in_flight, values, segment.unused_again, keep=True)
 
     def _run(
-        self, number: int, micro_batch: int, values: _Values, unused: Sequence[Sequence[str]], *, keep: bool
+        self,
+        segment: _RunnableSegment,
+        in_flight: _HalvesInFlight,
+        values: _Values,
+        unused: Sequence[Sequence[str]],
+        *,
+        keep: bool,
     ) -> None:
-        """Run the forward of a segment on ``values``, which get those that it gives."""
-        in_flight, state = self._in_flight[micro_batch], self.weights.of(micro_batch)
-        self._randomness.micro_batch = micro_batch
+        """Run the forward of ``segment`` on ``values``, which get those that it gives."""
 
         def entering(name: str) -> torch.Tensor:
             if name not in self._with_gradient:
                 return values[name]
             return _Enter.apply(self._anchor, values[name], name, in_flight.gradients)
 
-        for turn, names in zip(self._segments[number].forward, unused, strict=True):
+        for turn, names in zip(segment.forward, unused, strict=True):
             if isinstance(turn, _RunnableHandover):
                 values[turn.gives[0]] = turn.forward(values[turn.takes[0]])
             else:
-                arguments = [*(state[name] for name in turn.state), *map(entering, turn.takes)]
+                arguments = [*(in_flight.state[name] for name in turn.state), *map(entering, turn.takes)]
                 values.drop([name for name in names if name in turn.takes])
                 outputs = turn.module(arguments)
                 if keep:

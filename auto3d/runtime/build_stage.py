@@ -1,0 +1,99 @@
+"""A stage of a captured program, ready to run on tensors of a device."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from auto3d.capture.loss_terms import ScaledTerm, TargetTerm
+from auto3d.partition.segment import segments
+from auto3d.runtime.earlier_slices import SliceOfStage
+from auto3d.runtime.halves_computation import HalvesComputation
+from auto3d.runtime.loss_scale import LossScale
+from auto3d.runtime.low_precision import copies_of, used_once
+from auto3d.runtime.randomness import Randomness
+from auto3d.runtime.segment_computation import SegmentComputation
+from auto3d.runtime.stage import Computation, StageModule
+from auto3d.runtime.stage_program import ProgramOfStage, segment_program
+from auto3d.runtime.target_counts import TargetCounts
+from auto3d.runtime.tensor_group import TensorParallelRank
+from auto3d.runtime.weight_gradients import DeferredGradients, WeightGradientsAtOnce
+from auto3d.runtime.weight_versions import WeightVersions
+
+
+def build_stage(
+    programs: Sequence[ProgramOfStage],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    loss_weight: float,
+    randomness: Randomness,
+    device: torch.device,
+    recompute: bool = False,
+    kept: Sequence[tuple[int, int]] = (),
+    split_backward: bool = False,
+    old_weights: bool = False,
+    terms: Sequence[TargetTerm | ScaledTerm] = (),
+    loss_scale: LossScale | None = None,
+    compile: bool = False,
+) -> StageModule:
+    """The stage that has one of ``programs``, or one for each slice of the sequence.
+
+    ``tensors`` contains its state by name, on ``device``; the parameters collect gradients in their ``.grad``. With
+    ``old_weights``, all gradients are added to the ``.grad`` that exists now. Those of the ``terms`` of the loss that
+    the stage computes are weighted by their number of targets.
+
+    A stage with ``recompute`` keeps only the activations of the operations in ``kept`` (ranges of positions), its
+    inputs and received values, and the values that pass between kept and dropped operations. With ``split_backward``
+    the gradients of weights are left to ``backward_weight``. With ``compile``, operators are compiled when they first
+    run.
+    """
+    first, derived = programs[0], programs[0].derived
+    halves = isinstance(derived, TensorParallelRank) and bool(derived.model.half_of)
+    deferred = DeferredGradients() if split_backward else WeightGradientsAtOnce() if halves else None
+
+    def leaf_copies(program: ProgramOfStage) -> set[str]:
+        return set() if deferred is not None else used_once(program.captured, frozenset(program.stage.nodes))
+
+    def computation(program: ProgramOfStage) -> Computation:
+        stage, captured, targets = program.stage, program.captured, TargetCounts(terms)
+        divided = segments(captured.graph, stage, kept if recompute else [(0, len(captured.graph.nodes))])
+        program_of = partial(
+            segment_program,
+            captured=captured,
+            randomness=randomness,
+            device=device,
+            deferred=deferred,
+            derived=program.derived,
+            targets=targets,
+            compile=compile,
+            leaf_copies=leaf_copies(program),
+        )
+        if isinstance(derived, TensorParallelRank) and derived.model.half_of:
+            return HalvesComputation(
+                stage,
+                captured,
+                divided,
+                program_of,
+                rank=derived,
+                randomness=randomness,
+                targets=targets,
+                device=device,
+            )
+        return SegmentComputation(stage, captured.graph, divided, program_of, randomness=randomness, targets=targets)
+
+    stage = programs[-1].stage
+    return StageModule(
+        stage,
+        [computation(program) for program in programs],
+        WeightVersions(
+            {name: tensors[name] for name in first.stage.state},
+            several=old_weights,
+            copies=copies_of(first.captured, frozenset(first.stage.nodes)),
+            leaf_copies=leaf_copies(first),
+        ),
+        loss=first.captured.graph.loss if stage.has_loss else None,
+        loss_weight=loss_weight,
+        loss_scale=loss_scale,
+        deferred=deferred,
+        earlier=derived.slices if isinstance(derived, SliceOfStage) else None,
+    )
