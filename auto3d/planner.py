@@ -92,9 +92,8 @@ class Planner:
     def plan(self, **choices: Any) -> Plan:
         """The Plan of these choices, the fields of a Candidate, such as dp=2, tp=2, pp=4, micro_batch_size=2.
 
-        ``partition`` names the method that cuts the stages; ``sequence_parallel`` and ``tensor_overlap`` are as in a
-        Plan. Raises InputError where no Plan is possible, or a device of
-        the cluster lacks the memory for it.
+        ``partition`` names the method that cuts the stages; the others are as in a Plan. Raises InputError where no
+        Plan is possible, or a device of the cluster lacks the memory for it.
         """
         return self._maker.plan(Candidate(**choices))
 

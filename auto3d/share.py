@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, order=True)
 class Share:
     """A tensor-parallel shard of the work of all tokens, or of one slice of the sequence."""
 
@@ -14,9 +14,18 @@ class Share:
     slice_number: int = 0
 
     @property
+    def divides_sequence(self) -> bool:
+        return self.sequence_parallel or self.slices > 1
+
+    @property
     def of_any_slice(self) -> "Share":
         """The share, whichever slice it is of."""
         return replace(self, slice_number=0)
+
+    @property
+    def of_all_shards(self) -> "Share":
+        """The share of all ranks of a tensor-parallel group together."""
+        return replace(self, tp=1, sequence_parallel=False)
 
     @property
     def of_all_tokens(self) -> "Share":

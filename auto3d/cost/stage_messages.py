@@ -1,6 +1,5 @@
 """Bytes and seconds of the messages between stages."""
 
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -71,6 +70,6 @@ class StageMessages:
         local = np.mean([self._work.work_at(samples, share).crossing[cuts] for share in shares], axis=0)
         if tp == 1 or not self._training.scattered_messages:
             return local, 0 * local
-        undivided = [replace(share, tp=1, sequence_parallel=False) for share in shares]
-        whole = np.mean([self._work.work_at(samples, share).crossing[cuts] for share in undivided], axis=0)
+        undivided = [self._work.work_at(samples, share.of_all_shards) for share in shares]
+        whole = np.mean([work.crossing[cuts] for work in undivided], axis=0)
         return whole / tp, np.where(local < whole, 0.0, whole)

@@ -104,7 +104,7 @@ def _collectives_of(node: fx.Node) -> Iterator[tuple[str, Collective, int]]:
 
 
 def _weights(model: Derived) -> Iterator[WeightSplit]:
-    operations = operations_of(model.whole, model.share.tp, pinned={}, sequence_parallel=model.share.sequence_parallel)
+    operations = operations_of(model.whole, model.share, pinned={})
     names = model.whole.exported.parameters
     shapes = {name: value.shape for name, value in model.whole.graph.parameters.items()}
     users = _users(operations, names.keys())

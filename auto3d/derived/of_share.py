@@ -28,11 +28,5 @@ def derived(
     assert not (halves and share.slices > 1), "they do not go together"
     if share.slices > 1:
         return sliced(captured, share.slices, tp=share.tp, split=split, fused_attention=fused_attention)
-    of_all = tensor_parallel(
-        captured,
-        share.tp,
-        split=split,
-        sequence_parallel=share.sequence_parallel,
-        fused_attention=fused_attention,
-    )
+    of_all = tensor_parallel(captured, share, split=split, fused_attention=fused_attention)
     return sub_pipelined(of_all, fused_attention=fused_attention) if halves else of_all

@@ -16,18 +16,17 @@ from auto3d.tensor_placement import Split
 
 def tensor_parallel(
     captured: CapturedModel,
-    shards: int,
+    share: Share,
     *,
     split: Mapping[str, Split] | None = None,
     pinned: Mapping[str, Split | None] | None = None,
-    sequence_parallel: bool = False,
     fused_attention: bool = True,
 ) -> Derived:
-    """``captured`` as each of ``shards`` ranks runs it, with the least communication.
+    """``captured`` as each rank with ``share`` of it, a shard of all tokens, runs it, with the least communication.
 
     ``split`` is how a Plan splits all of the model's state. Without it, every product's weights are split where that is
-    possible, except for ``pinned`` state, by name: it has exactly this Split, or with None is whole or copied. With
-    ``sequence_parallel``, values between products are split along the sequence where that costs no more communication.
+    possible, except for ``pinned`` state, by name: it has exactly this Split, or with None is whole or copied. Under
+    sequence parallelism, values between products are split along the sequence where that costs no more communication.
     ``fused_attention`` is the argument of ``describe``. Raises PlanError if ``split`` or ``pinned`` does not fit the
     model.
     """
@@ -35,16 +34,16 @@ def tensor_parallel(
     exported = captured.exported
     names = {**exported.parameters, **exported.buffers}
     if split is not None:
-        _check_fits(captured, split, shards)
+        _check_fits(captured, split, share.tp)
         pinned = {name: split.get(name) for name in names.values()}
     with garbage_collection_paused():
-        derivation = _derived(captured, shards, pinned or {}, sequence_parallel)
-        program = local_program(exported, derivation, shards)
+        derivation = _derived(captured, share, pinned or {})
+        program = local_program(exported, derivation, share.tp)
         graph = describe(program.exported, fused_attention=fused_attention)
         position = {node.name: number for number, node in enumerate(captured.graph.nodes)}
         return Derived(
             whole=captured,
-            share=Share(tp=shards, sequence_parallel=sequence_parallel),
+            share=share,
             programs=(CapturedModel(graph=graph, exported=program.exported),),
             placements={names.get(name, name): placed for name, placed in program.placements.items()},
             positions=(tuple(position[program.operation_of[node.name]] for node in graph.nodes),),
@@ -55,17 +54,15 @@ def tensor_parallel(
 def derived_split(captured: CapturedModel, share: Share, *, pinned: Mapping[str, Split | None]) -> dict[str, Split]:
     """``tensor_parallel(...).split`` for ``share``, without the program of a rank."""
     with garbage_collection_paused():
-        placed = placed_state(captured.exported, _derived(captured, share.tp, pinned, share.sequence_parallel))
+        placed = placed_state(captured.exported, _derived(captured, share, pinned))
     return {name: each.split for name, each in sorted(placed.items()) if each.split is not None}
 
 
-def _derived(
-    captured: CapturedModel, shards: int, pinned: Mapping[str, Split | None], sequence_parallel: bool
-) -> Derivation:
-    _check_fits(captured, pinned, shards)
+def _derived(captured: CapturedModel, share: Share, pinned: Mapping[str, Split | None]) -> Derivation:
+    _check_fits(captured, pinned, share.tp)
     names = {**captured.exported.parameters, **captured.exported.buffers}
     by_placeholder = {placeholder: pinned[name] for placeholder, name in names.items() if name in pinned}
-    return derive(captured, shards, pinned=by_placeholder, sequence_parallel=sequence_parallel)
+    return derive(captured, share, pinned=by_placeholder)
 
 
 def _check_fits(captured: CapturedModel, split: Mapping[str, Split | None], shards: int) -> None:

@@ -40,7 +40,10 @@ def sliced(
             of_slice = tuple(position[made.operation_of[node.name]] for node in graph.nodes)
             if tp > 1:
                 of_shard = tensor_parallel(
-                    CapturedModel(graph=graph, exported=exported), tp, split=split, fused_attention=fused_attention
+                    CapturedModel(graph=graph, exported=exported),
+                    Share(tp=tp),
+                    split=split,
+                    fused_attention=fused_attention,
                 )
                 if programs:
                     _check_alike(placements, drawn, of_shard, made.joined)

@@ -41,11 +41,14 @@ class PlanAxis:
     is_degree: bool = False  # it decides, with the others of this kind, whether a plan fits the cluster and the batch
     bounds_time: bool = False  # the lower bound of a candidate's time depends on it
     bounds_memory: bool = False  # and the memory that a candidate is expected to need
+    saves_memory: bool = False  # yes, in place of no, makes a candidate need less
+    of_shards: bool = False  # it says how tensor-parallel ranks work, and without them every plan has its default
     matters: Callable[["Candidate"], bool] = lambda candidate: True
     alike: Callable[[Sequence[Any]], Any] = lambda tried: tried[0]
     heading: str = ""  # the axis has a column under this heading in tables; empty: no column
     label: str | None = None  # stands before the value in the words for a plan; None: see ``unusual``
     unusual: str = ""  # the words for another value than the default, where only such a value is named; {} is the value
+    tag: str = ""  # the same in the name of a trial; empty: the name does not say it
 
 
 def _axis(**of: Any) -> Any:
@@ -182,6 +185,7 @@ class Candidate:
         every=lambda cluster, batch: (False, True),
         takes=(False, True),
         bounds_memory=True,
+        saves_memory=True,
         matters=lambda candidate: candidate.dp > 1 or candidate.replicas == UNEVEN,
         heading="ZeRO-1",
         unusual="ZeRO-1",
@@ -196,10 +200,13 @@ class Candidate:
         takes=(False, True),
         bounds_time=True,
         bounds_memory=True,
+        saves_memory=True,
+        of_shards=True,
         matters=lambda candidate: candidate.tp > 1,
         alike=lambda tried: False,
         heading="sequence-\nparallel",
         unusual="sequence-parallel",
+        tag="sp",
     )
     tensor_overlap: str = _axis(
         default=NO_OVERLAP,
@@ -210,10 +217,12 @@ class Candidate:
         every=lambda cluster, batch: list(TENSOR_OVERLAPS),
         takes=tuple(TENSOR_OVERLAPS),
         bounds_time=True,
+        of_shards=True,
         matters=lambda candidate: candidate.tp > 1,
         alike=lambda tried: NO_OVERLAP,
         heading="tensor\noverlap",
         unusual="{}",
+        tag="{}",
     )
     engine: str = _axis(
         default=AUTO3D,
@@ -249,6 +258,10 @@ CHOICES = tuple(name for name, axis in AXES.items() if not axis.is_degree)
 _OF_PLAN = get_type_hints(Plan)
 OF_PLANS = tuple(name for name in AXES if _OF_PLAN.get(name) == TYPES[name])
 """The axes whose values a Plan holds. What became of the others shows in its stages, placement and options."""
+
+
+DEFAULTS_OF_SHARDS = {name: axis.default for name, axis in AXES.items() if axis.of_shards}
+"""What every plan has of these axes that has no tensor parallelism."""
 
 
 def degrees_of(candidate: Candidate) -> tuple:

@@ -14,12 +14,12 @@ from auto3d.partition.methods import METHODS, STAGE_METHODS, method_named
 from auto3d.partition.recompute import kept_fractions
 from auto3d.partition.replicated import fastest_stages
 from auto3d.partition.stage import PartitionError
-from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan, PlanError, StagePlan, stages_between
+from auto3d.plan import SUB_PIPELINED, Plan, PlanError, StagePlan, stages_between
 from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule, samples_per_replica
 from auto3d.schedule.combinations import check_together, divisions, divisions_of
 from auto3d.schedule.moments import stages_of
 from auto3d.schedule.shape import Shape, shape, shape_of
-from auto3d.search.axes import EQUAL, OF_PLANS, UNEVEN, Candidate
+from auto3d.search.axes import DEFAULTS_OF_SHARDS, EQUAL, OF_PLANS, UNEVEN, Candidate
 from auto3d.search.kept_fractions import KeptFractions, Limits, largest_fraction
 from auto3d.search.placement import MEGATRON, place, place_replicas
 from auto3d.search.planned_model import PlannedModel
@@ -446,9 +446,9 @@ def _checked_kept(candidate: Candidate, form: Shape) -> tuple[float, ...]:
 
 
 def _tensor_choices(candidate: Candidate, samples: int) -> dict[str, Any]:
-    """What differs in ``candidate`` from the choices of its Plan: without tensor parallelism, two have no meaning."""
+    """What differs in ``candidate`` from the choices of its Plan: without tensor parallelism, some have no meaning."""
     if candidate.tp == 1:
-        return {"sequence_parallel": False, "tensor_overlap": NO_OVERLAP}
+        return DEFAULTS_OF_SHARDS
     if candidate.tensor_overlap == SUB_PIPELINED and samples % 2:
         raise PlanError(
             f"tensor_overlap: sub-pipelined halves each pass of a stage, which here has {samples} "

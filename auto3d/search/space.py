@@ -1,7 +1,7 @@
 """The search space: its axes, and the candidates that they span."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, make_dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -150,9 +150,9 @@ class Domain:
             for name, tried in self.choices.items()
         }
 
-    def variants(self, candidate: Candidate) -> Iterator[Candidate]:
-        """All candidates with the degrees of ``candidate``."""
-        choices = self.choices_of(candidate)
+    def variants(self, candidate: Candidate, axes: Collection[str] = CHOICES) -> Iterator[Candidate]:
+        """All candidates with the degrees of ``candidate``, which differ from it in ``axes`` only."""
+        choices = {name: values for name, values in self.choices_of(candidate).items() if name in axes}
         for values in product(*choices.values()):
             yield replace(candidate, **dict(zip(choices, values, strict=True)))
 

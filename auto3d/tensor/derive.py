@@ -19,6 +19,7 @@ from torch import fx
 
 from auto3d.capture.in_place import is_mutable
 from auto3d.capture.model import CapturedModel
+from auto3d.share import Share
 from auto3d.tensor.derivation import Converted, Decision, Derivation, ImpossibleSplitError
 from auto3d.tensor.operations import Numbers, ProgramOperation, analysed, has_gradient
 from auto3d.tensor.placement_costs import Operand, PlacementCosts
@@ -52,23 +53,18 @@ def _units(cost: float) -> int:
 
 
 def derive(
-    captured: CapturedModel,
-    shards: int,
-    *,
-    pinned: Mapping[str, Split | None],
-    sequence_parallel: bool,
-    states: int = STATES,
+    captured: CapturedModel, share: Share, *, pinned: Mapping[str, Split | None], states: int = STATES
 ) -> Derivation:
-    """The placements of ``captured`` on ``shards`` ranks; see ``operations_of`` for ``pinned``.
+    """The placements of ``captured`` on ranks that have ``share`` of it; see ``operations_of`` for ``pinned``.
 
     After each operation the ``states`` cheapest states go on. If none of them can go on, because an earlier operation
     has split state that a later one needs whole, the search starts again with that state whole. Raises
     ImpossibleSplitError if ``pinned`` allows no placements.
     """
     while True:
-        operations = operations_of(captured, shards, pinned=pinned, sequence_parallel=sequence_parallel)
+        operations = operations_of(captured, share, pinned=pinned)
         try:
-            return _Search(captured, shards, operations, pinned, sequence_parallel).run(states)
+            return _Search(captured, share, operations, pinned).run(states)
         except _DeadEndError as error:
             pinned = {**pinned, **dict.fromkeys(error.state)}
 
@@ -77,17 +73,16 @@ class _Search:
     def __init__(
         self,
         captured: CapturedModel,
-        shards: int,
+        share: Share,
         operations: Sequence[OperationWays],
         pinned: Mapping[str, Split | None],
-        sequence_parallel: bool,
     ) -> None:
         exported = captured.exported
         self._operations = tuple(operations)
         self._program = analysed(captured)
         self._pinned = pinned
         self._name_of = {**exported.parameters, **exported.buffers}
-        self.costs = PlacementCosts(captured, shards, sequence_parallel=sequence_parallel)
+        self.costs = PlacementCosts(captured, share)
         self._written = {name for name, buffer in exported.buffers.items() if buffer in exported.written_buffers}
         self._loss = next(node for node in exported.program.nodes if node.name == exported.loss)
         self._about: dict[fx.Node, Operand] = {}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from auto3d.capture.model import CapturedModel
+from auto3d.share import Share
 from auto3d.tensor.collectives import CONVERSION_BETWEEN, Collective, Conversion
 from auto3d.tensor.operations import ProgramOperation, analysed, has_gradient
 from auto3d.tensor.rules.call import Way
@@ -37,13 +38,13 @@ class Operand:
 
 
 class PlacementCosts:
-    """The costs of placements of ``captured`` on ``shards`` ranks."""
+    """The costs of placements of ``captured`` on ranks that have ``share`` of it."""
 
-    def __init__(self, captured: CapturedModel, shards: int, *, sequence_parallel: bool) -> None:
+    def __init__(self, captured: CapturedModel, share: Share) -> None:
         exported = captured.exported
-        self._shards, self._sequence_parallel = shards, sequence_parallel
+        self._share, self._shards = share, share.tp
         # Copied state is summed once per iteration; with few micro-batches that costs as much as a collective in each.
-        self._sync = 1e-3 if sequence_parallel else 1.0
+        self._sync = 1e-3 if share.sequence_parallel else 1.0
         self._samples = exported.micro_batch_size
         self._of_samples = analysed(captured).of_samples
         self._flops = {node.name: node.flops for node in captured.graph.nodes}
@@ -67,7 +68,8 @@ class PlacementCosts:
 
     def _is_sequence(self, operand: Operand, target: TensorPlacement) -> bool:
         """Whether ``target`` splits [samples, sequence, width] along its sequence, under sequence parallelism."""
-        return self._sequence_parallel and operand.dims == 3 and target.split is not None and target.split.dim == 1
+        along_sequence = target.split is not None and target.split.dim == 1
+        return self._share.sequence_parallel and operand.dims == 3 and along_sequence
 
     def _of_collectives(self, conversion: Conversion, operand: Operand) -> float:
         whole = self.of_all_reduce(operand)
@@ -76,7 +78,7 @@ class PlacementCosts:
             if collective is Collective.ALL_REDUCE:
                 cost += whole + _LATENCY_BYTES
             elif collective is not None:  # half of an all-reduce; a sequence is split in spite of the latency
-                cost += whole / 2 + _LATENCY_BYTES * (0.4 if self._sequence_parallel else 1)
+                cost += whole / 2 + _LATENCY_BYTES * (0.4 if self._share.sequence_parallel else 1)
         return cost
 
     def _per_sample(self, node: fx.Node, amount: int) -> int:

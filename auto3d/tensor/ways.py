@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from auto3d.capture.model import CapturedModel
+from auto3d.share import Share
 from auto3d.tensor.operations import (
     AnalysedProgram,
     Numbers,
@@ -45,15 +46,15 @@ class OperationWays:
 
 
 def operations_of(
-    captured: CapturedModel, shards: int, *, pinned: Mapping[str, Split | None], sequence_parallel: bool
+    captured: CapturedModel, share: Share, *, pinned: Mapping[str, Split | None]
 ) -> tuple[OperationWays, ...]:
-    """The operations of ``captured`` in order, with their ways on ``shards`` ranks.
+    """The operations of ``captured`` in order, with their ways on ranks that have ``share`` of it.
 
     Parameters and buffers that are ``pinned``, by the names of their placeholders, have this Split, or none; all others
     may be split in every way that makes sense.
     """
-    sequences = captured.exported.micro_batch_size if sequence_parallel else None
-    return _Ways(analysed(captured), shards, pinned, sequences).operations()
+    sequences = captured.exported.micro_batch_size if share.sequence_parallel else None
+    return _Ways(analysed(captured), share.tp, pinned, sequences).operations()
 
 
 def ways_of_call(call: Call, shards: int, possible: Mapping[fx.Node, Iterable[Split]]) -> tuple[Rule, tuple[Way, ...]]:

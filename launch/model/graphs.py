@@ -201,8 +201,7 @@ class PlanningModel:
 
     def _split_identity(self, micro_batch_size: int, share: Share) -> dict[str, Any]:
         rules = list(self._recipe.values.model.tensor_parallel.items())
-        what = {"shards": share.tp, "sequence_parallel": share.sequence_parallel, "rules": rules}
-        found = {**self.identity(split_at=micro_batch_size), **what}
+        found = {**self.identity(split_at=micro_batch_size), **asdict(share.of_all_tokens), "rules": rules}
         found.pop("attention", None)  # a rank runs the same operations, however they are described
         return found
 

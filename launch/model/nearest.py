@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 from auto3d.cost.memory.device import in_gib
 from auto3d.errors import InputError
-from auto3d.search.axes import Candidate
+from auto3d.search.axes import AXES, Candidate
 from auto3d.search.make import PlanMaker
 from auto3d.search.recompute import AUTO, FULL
 from auto3d.search.search import Search
@@ -71,10 +72,10 @@ def _remedies(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
         yield "search.recompute: [full]", replace(candidate, recompute=FULL)
     if candidate.micro_batch_size > 1:
         yield "search.micro_batch_size: [1]", replace(candidate, micro_batch_size=1)
-    if candidate.dp > 1 and not candidate.shard_optimizer:
-        yield "search.shard_optimizer: [true]", replace(candidate, shard_optimizer=True)
-    if candidate.tp > 1 and not candidate.sequence_parallel:
-        yield "search.sequence_parallel: [true]", replace(candidate, sequence_parallel=True)
+    for name, axis in AXES.items():
+        if axis.saves_memory and axis.matters(candidate) and not getattr(candidate, name):
+            other: dict[str, Any] = {name: True}
+            yield f"search.{name}: [true]", replace(candidate, **other)
 
 
 def _can_run(maker: PlanMaker, candidate: Candidate) -> bool:

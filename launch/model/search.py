@@ -1,17 +1,20 @@
 """Recipe -> ranked candidates: the search of `auto3d plan`, `auto3d tune` and a sweep of a large space."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
 from math import inf
 
 from auto3d.plan import AUTO3D, Plan, PlanError
 from auto3d.schedule import SCHEDULES, parse_schedule
 from auto3d.search.algorithms import AMP, run_algorithm
 from auto3d.search.algorithms.amp import amp_space
+from auto3d.search.axes import DEFAULTS_OF_SHARDS
 from auto3d.search.make import PlanMaker
 from auto3d.search.planned_model import PlannedGraphs, PlannedModel
 from auto3d.search.search import Budget, Search
 from auto3d.search.space import Domain
-from auto3d.share import Share
+from auto3d.share import share_of
 from auto3d.words import counted
 from launch.model.candidates import check_memory_known, check_rules, task, updates_check
 from launch.model.capture_process import CaptureProcess
@@ -96,14 +99,13 @@ def search_recipe(
 
 def _prepare(maker: PlanMaker, domain: Domain) -> None:
     """Capture the model and divide its work for all of ``domain``, so that no budget of the search includes it."""
-    kinds = domain.choices["sequence_parallel"]
-    degrees = ((one.micro_batch_size, one.tp, kind and one.tp > 1) for one in domain.degrees for kind in kinds)
-    ordered = sorted(set(degrees))
-    maker.prepare((samples, Share(tp=tp, sequence_parallel=kind)) for samples, tp, kind in ordered)
+    candidates = chain.from_iterable(domain.variants(one, DEFAULTS_OF_SHARDS) for one in domain.degrees)
+    shares = sorted({(candidate.micro_batch_size, share_of(candidate)) for candidate in candidates})
+    maker.prepare(shares)
     maker.prepare(
-        (samples, Share(tp=tp, slices=slices))
-        for samples, tp, kind in ordered
-        if not kind
+        (samples, replace(share, slices=slices))
+        for samples, share in shares
+        if not share.divides_sequence
         for slices in _slices(domain)
     )
 

@@ -25,8 +25,8 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from auto3d.errors import ProblemKind
-from auto3d.plan import NO_OVERLAP
 from auto3d.runtime.settings import OPTIMIZERS
+from auto3d.search.axes import DEFAULTS_OF_SHARDS
 from auto3d.words import counted
 from launch.peers.limits import DEEPSPEED
 from launch.recipe.cluster_schema import AcceleratorRecipe, LinkRecipe
@@ -443,7 +443,7 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
         )
         raise RecipeError(sources.of("search.subgraphs"), "search.subgraphs", problem)
     if recipe.plan is not None and recipe.plan.tp == 1:
-        for name, default in (("sequence_parallel", False), ("tensor_overlap", NO_OVERLAP)):
+        for name, default in DEFAULTS_OF_SHARDS.items():
             if (value := getattr(recipe.plan, name)) != default:
                 full_key = f"plan.{name}"
                 problem = f"found {value!r}, but plan.tp is 1; it needs tensor parallelism: plan.tp of 2 or more"

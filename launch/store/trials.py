@@ -17,9 +17,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from auto3d.errors import InputError
-from auto3d.plan import AUTO3D, NO_OVERLAP, Plan
+from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.measurement import Measurement, Status
-from auto3d.search.axes import Candidate
+from auto3d.search.axes import AXES, Candidate
 from launch.peers.limits import engine_version
 from launch.recipe.load import LoadedRecipe, data_files
 from launch.recipe.search_schema import SearchRecipe
@@ -161,9 +161,10 @@ def same_training(trial: Trial, names: Iterable[str]) -> list[str]:
 
 
 def _name(plan: Plan, digest: str) -> str:
-    tensor = "-sp" * plan.sequence_parallel + f"-{plan.tensor_overlap}" * (plan.tensor_overlap != NO_OVERLAP)
+    chosen = {name: getattr(plan, name) for name, axis in AXES.items() if axis.tag}
+    tags = "".join(f"-{AXES[name].tag.format(value)}" for name, value in chosen.items() if value != AXES[name].default)
     engine = "" if plan.engine == AUTO3D else f"{plan.engine.replace(':', '-').replace('=', '')}-"
-    return f"{engine}dp{plan.dp}-tp{plan.tp}{tensor}-pp{plan.pp}-mb{plan.micro_batch_size}-{plan.schedule}-{digest[:8]}"
+    return f"{engine}dp{plan.dp}-tp{plan.tp}{tags}-pp{plan.pp}-mb{plan.micro_batch_size}-{plan.schedule}-{digest[:8]}"
 
 
 def _files(recipe: LoadedRecipe) -> list[tuple[str, int, int]]:

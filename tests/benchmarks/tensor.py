@@ -40,6 +40,7 @@ from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.world import World
+from auto3d.share import Share
 from launch.report.release import Target
 from tests.benchmarks.runtime import ADAMW, SEED, SETTINGS, TOKENS, Iteration, in_mib, on_ranks, peak_bytes, times
 from tests.targets import end
@@ -77,7 +78,7 @@ def plan_of(captured: CapturedModel, *, dp: int, tp: int) -> Plan:
         placement=place_ranks(dp=dp, pp=1, tp=tp),
         seed=SEED,
     )
-    return replace(plan, split=tensor_parallel(captured, tp).split) if tp > 1 else plan
+    return replace(plan, split=tensor_parallel(captured, Share(tp=tp)).split) if tp > 1 else plan
 
 
 def ours(captured: CapturedModel, plan: Plan, world: World) -> Iteration:

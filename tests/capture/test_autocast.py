@@ -12,6 +12,7 @@ from auto3d.capture.model import capture
 from auto3d.derived.shards import tensor_parallel
 from auto3d.runtime.verify import check_against_eager
 from auto3d.runtime.verify_shards import check_shards
+from auto3d.share import Share
 from tests.models import SIZES, TOKENS, TRAINED, captured
 from tests.soak import soak
 
@@ -77,6 +78,6 @@ def test_products_read_a_copy_and_embeddings_the_weight():
 def test_the_ranks_of_a_tensor_parallel_group_compute_what_the_whole_program_computes(model):
     build, data = TRAINED[model]
     whole = capture(build, data.input_specs(), 2, precision="bfloat16")
-    model_of_ranks = tensor_parallel(whole, 2)
-    assert model_of_ranks.split == tensor_parallel(captured(model, 2), 2).split
+    model_of_ranks = tensor_parallel(whole, Share(tp=2))
+    assert model_of_ranks.split == tensor_parallel(captured(model, 2), Share(tp=2)).split
     check_shards(model_of_ranks, data, seed=1, device=torch.device("cpu"))

@@ -16,6 +16,7 @@ from auto3d.derived.local_graph import local_graphs
 from auto3d.derived.shards import tensor_parallel
 from auto3d.derived.slices import sliced
 from auto3d.runtime.verify import _run_program, check_against_eager, one_batch
+from auto3d.share import Share
 from tests.models import SIZES, TRAINED, captured
 
 CPU = torch.device("cpu")
@@ -106,7 +107,9 @@ def test_a_mixture_of_experts_is_the_same_as_its_module():
 def test_the_shards_of_a_model_that_was_read_again_are_the_same(name):
     model = captured(name, 2)
     for sequence_parallel in (False, True):
-        ours, theirs = (tensor_parallel(each, 2, sequence_parallel=sequence_parallel) for each in (again(model), model))
+        ours, theirs = (
+            tensor_parallel(each, Share(tp=2, sequence_parallel=sequence_parallel)) for each in (again(model), model)
+        )
         assert ours.program.graph == theirs.program.graph
         assert ours.placements == theirs.placements
         assert nodes(ours.program.exported.program) == nodes(theirs.program.exported.program)

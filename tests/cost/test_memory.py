@@ -85,7 +85,7 @@ def cost_model_of(name: str, **training: Any) -> CostModel:
             return whole
         if share.slices > 1:
             return work_of_local(whole, graphs_of_slices(name, share.slices)[share.slice_number], **keywords)
-        split = tensor_parallel(captured(name, 2), share.tp, sequence_parallel=share.sequence_parallel)
+        split = tensor_parallel(captured(name, 2), share)
         return work_of_local(whole, local_graphs(split)[0], **keywords)
 
     return CostModel(Cluster(nodes=(Node(devices=16),), device="cpu"), options, work_at)

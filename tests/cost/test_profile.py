@@ -119,7 +119,7 @@ def test_a_real_profile_of_a_tensor_parallel_rank(sequence_parallel, short):
     """It has the subgraphs of the whole model, with the bytes that a rank keeps, and collectives of all sizes."""
     model = captured("gpt2", 4)
     bounds = shard(model.graph).bounds
-    tensor = tensor_parallel(model, 2, sequence_parallel=sequence_parallel)
+    tensor = tensor_parallel(model, Share(tp=2, sequence_parallel=sequence_parallel))
     whole = distinct_subgraphs(model, bounds)
     split = distinct_subgraphs(model, bounds, derived=tensor)
     found = measured([whole, split], MODELS["gpt2"][1])
@@ -277,7 +277,7 @@ def test_the_cost_model_reproduces_a_profile():
         whole = work_of(graphs[samples], cuts(samples))
         if share == WHOLE:
             return whole
-        return work_of_local(whole, local_graphs(tensor_parallel(captured("gpt2", samples), share.tp))[0])
+        return work_of_local(whole, local_graphs(tensor_parallel(captured("gpt2", samples), Share(tp=share.tp)))[0])
 
     times_at = profile.times_at(work, cuts)
     for samples in graphs:
@@ -327,7 +327,9 @@ def test_the_cost_model_reproduces_a_tensor_parallel_profile(sequence_parallel):
     model, profile = captured("gpt2", 4), made_up()
     bounds = shard(model.graph).bounds
     whole = work_of(model.graph, bounds)
-    locals_ = {way: local_graphs(tensor_parallel(model, 2, sequence_parallel=way))[0] for way in (False, True)}
+    locals_ = {
+        way: local_graphs(tensor_parallel(model, Share(tp=2, sequence_parallel=way)))[0] for way in (False, True)
+    }
     split = [replace(size, tp=2, sequence_parallel=True, graph="of a rank") for size in profile.sizes]
     split = [replace(s, subgraphs=tuple(replace(o, forward_s=o.forward_s / 3) for o in s.subgraphs)) for s in split]
     profile = replace(profile, sizes=(*profile.sizes, *split))

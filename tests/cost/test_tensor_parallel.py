@@ -54,7 +54,7 @@ class _FeedForward(nn.Module):
 def feed_forward() -> tuple[CapturedModel, Derived]:
     whole = capture(_FeedForward, FEATURES.input_specs(), 8)
     split = {"wide.weight": Split(0, (64,)), "narrow.weight": Split(1, (64,))}
-    return whole, tensor_parallel(whole, 2, split=split)
+    return whole, tensor_parallel(whole, Share(tp=2), split=split)
 
 
 def works(model: Derived, **keywords) -> tuple[Work, Work]:
@@ -68,7 +68,7 @@ def test_gpt2_by_its_known_rules_has_megatrons_split(shards):
     """Per layer two all-reduces forward and two backward, one more for the embedding and one for the head."""
     specs = tokens(256, 32).input_specs()
     whole = capture(lambda: gpt2(2, 64), specs, 2)
-    model = tensor_parallel(whole, shards, split=planned_split(whole, Share(tp=shards), rules={}))
+    model = tensor_parallel(whole, Share(tp=shards), split=planned_split(whole, Share(tp=shards), rules={}))
     alone, one = works(model)
     graph = whole.graph
     products = [p for p, node in enumerate(graph.nodes) if node.flops]
@@ -88,7 +88,7 @@ def test_gpt2_by_its_known_rules_has_megatrons_split(shards):
 
 def test_sequence_parallelism_gathers_and_scatters_and_sums_its_norms():
     """LLaMA: each all-reduce is a reduce-scatter and an all-gather (Korthikanti et al. 2022), and all norms copied."""
-    _, half = works(tensor_parallel(captured("llama", 4), 2, sequence_parallel=True))
+    _, half = works(tensor_parallel(captured("llama", 4), Share(tp=2, sequence_parallel=True)))
     activation, layers = 4 * 32 * 32 * 4, 4
     found = Counter((one.collective, one.forward) for one in half.exchanges if one.size == activation)
     assert found == {
@@ -102,8 +102,8 @@ def test_sequence_parallelism_gathers_and_scatters_and_sums_its_norms():
 
 def test_a_rank_has_the_same_part_of_a_larger_micro_batch():
     """Work at one size, scaled to another, against what follows from the local Graph of that size."""
-    split = tensor_parallel(captured("gpt2", 2), 2).split
-    small, large = (works(tensor_parallel(captured("gpt2", n), 2, split=split)) for n in (2, 8))
+    split = tensor_parallel(captured("gpt2", 2), Share(tp=2)).split
+    small, large = (works(tensor_parallel(captured("gpt2", n), Share(tp=2), split=split)) for n in (2, 8))
     found = work_scaled(small[1], small[0], large[0], 4.0)
     for name in (*SUMMED, "crossing"):
         mine, truth = getattr(found, name), getattr(large[1], name)
@@ -149,7 +149,7 @@ def test_a_feed_forward_has_megatrons_split_and_collectives():
 )
 def test_the_work_is_that_of_the_local_graph(name, sequence_parallel):
     """Sums, the parameters of a rank, and at every cut the bytes that the stages of the local Graph really send."""
-    model = tensor_parallel(captured(name, 4), 2, sequence_parallel=sequence_parallel)
+    model = tensor_parallel(captured(name, 4), Share(tp=2, sequence_parallel=sequence_parallel))
     whole, graph = model.whole.graph, model.program.graph
     alone, half = works(model)
     assert len(half) == len(alone) == len(whole.nodes)
@@ -168,7 +168,7 @@ def test_the_work_is_that_of_the_local_graph(name, sequence_parallel):
 
 
 def test_every_conversion_is_one_exchange_for_each_direction_in_which_it_communicates():
-    model = tensor_parallel(captured("llama", 4), 2)
+    model = tensor_parallel(captured("llama", 4), Share(tp=2))
     _, half = works(model)
     names = [node.operator.split(".")[1] for node in model.program.graph.nodes if node.operator.startswith("auto3d.")]
     losses = names.count("vocabulary_cross_entropy")
@@ -184,7 +184,7 @@ def test_every_conversion_is_one_exchange_for_each_direction_in_which_it_communi
 
 
 def test_a_local_graph_is_stored():
-    (local,) = local_graphs(tensor_parallel(captured("gpt2", 2), 2, sequence_parallel=True))
+    (local,) = local_graphs(tensor_parallel(captured("gpt2", 2), Share(tp=2, sequence_parallel=True)))
     assert local_graph_from_json(local_graph_to_json(local)) == local
 
 
@@ -200,7 +200,7 @@ def plan_for(graph_stages: tuple[StagePlan, ...], *, tp: int, pp: int, **changes
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
 def test_the_memory_of_a_search_agrees_with_that_of_the_local_graph(name, sequence_parallel):
     """To a thousandth on every device, with and without recomputation; and less than without tensor parallelism."""
-    model = tensor_parallel(captured(name, 16), 2, sequence_parallel=sequence_parallel)
+    model = tensor_parallel(captured(name, 16), Share(tp=2, sequence_parallel=sequence_parallel))
     graph, local = model.whole.graph, model.program.graph
     alone, half = works(model)
     of_rank = work_of(local, (0, len(local.nodes)))

@@ -15,6 +15,7 @@ from auto3d.derived.explain import explain
 from auto3d.derived.model import Derived
 from auto3d.derived.shards import tensor_parallel
 from auto3d.runtime.verify_shards import check_shards
+from auto3d.share import Share
 from tests.models import IMAGES, NO_DROPOUT, TEXT
 from tests.soak import soak
 
@@ -158,7 +159,7 @@ def captured(family: str) -> tuple[CapturedModel, DataSettings]:
 def checked(family: str, shards: int, *, sequence_parallel: bool = False) -> Derived:
     """The model on ``shards`` ranks, after one micro-batch of it equalled that of one process."""
     whole, data = captured(family)
-    found = tensor_parallel(whole, shards, sequence_parallel=sequence_parallel)
+    found = tensor_parallel(whole, Share(tp=shards, sequence_parallel=sequence_parallel))
     check_shards(found, data, seed=3, device=torch.device("cpu"))
     return found
 

@@ -17,12 +17,13 @@ from auto3d.partition.segment import segments
 from auto3d.partition.stage import cut
 from auto3d.partition.turns import Handover, Turn, turns, values_with_gradient
 from auto3d.plan import PlanError, StagePlan, stages_between
+from auto3d.share import Share
 from tests.models import captured
 from tests.soak import soak
 
 
 def halved(model: CapturedModel, **options) -> Derived:
-    return sub_pipelined(tensor_parallel(model, 2, **options))
+    return sub_pipelined(tensor_parallel(model, Share(tp=2, **options)))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def test_products_run_on_halves_and_the_loss_once(name, sequence_parallel):
     ran = Counter(once(model))
     assert not ran.keys() & {"linear", "addmm", "conv2d", "scaled_dot_product_attention"}
     assert ran["cross_entropy_loss"] + ran["vocabulary_cross_entropy"] == 1
-    plain = tensor_parallel(captured(name, 4), 2, sequence_parallel=sequence_parallel).program.graph
+    plain = tensor_parallel(captured(name, 4), Share(tp=2, sequence_parallel=sequence_parallel)).program.graph
     products = {node.name: node.flops for node in plain.nodes if node.flops > 10_000 and node.saves}
     nodes = {node.name: node for node in model.program.graph.nodes}
     for product, flops in products.items():

@@ -31,6 +31,7 @@ from auto3d.runtime.verify import autocast
 from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import build_schedule, samples_at_once
 from auto3d.schedule.operation import Schedule
+from auto3d.share import share_of
 from auto3d.tensor_placement import Split
 from tests.models import TRAINED, captured, precision_of
 
@@ -104,7 +105,7 @@ def with_split(plan: Plan, model: CapturedModel, split: dict[str, Split] | None 
     if plan.tp == 1:
         return plan
     if split is None:
-        split = dict(tensor_parallel(model, plan.tp, sequence_parallel=plan.sequence_parallel).split)
+        split = dict(tensor_parallel(model, share_of(plan)).split)
     plan = replace(plan, split=split)
     capture_slices(model, plan)  # ranks that are forked after this inherit their programs
     return plan

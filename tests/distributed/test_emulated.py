@@ -28,6 +28,7 @@ from auto3d.runtime.tensor_group import ProcessTensorGroup
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule, samples_at_once, schedule_of
+from auto3d.share import Share
 from auto3d.simulate.simulate import simulate
 from tests.distributed.parity import SGD, make_plan
 from tests.distributed.test_uneven import make_plan as uneven_plan
@@ -410,7 +411,7 @@ def test_collectives_take_the_given_time_unless_they_are_hidden(processes):
     for overlap in (NO_OVERLAP, SUB_PIPELINED):
         ranks = processes.run(2, run_after_pauses, replace(plan, tensor_overlap=overlap), settings)
         seconds.append(min(min(each) for each in ranks))
-    model = tensor_parallel(captured("gpt2", 2), 2)
+    model = tensor_parallel(captured("gpt2", 2), Share(tp=2))
     collectives = len(exchanges_of(local_graphs(model)[0], 1.0))
     assert seconds[0] > 2 * (0.12 + 0.24 + collectives * 0.03)
     assert 2 * (0.12 + 0.24) < seconds[1] < 0.9 * seconds[0]

@@ -19,6 +19,7 @@ from auto3d.runtime.rank import build_rank
 from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.world import World, join, leave
+from auto3d.share import Share
 from tests.distributed.parity import CPU, SGD
 from tests.memory_grid import Cell, compare
 from tests.models import TOKENS
@@ -59,7 +60,7 @@ def plan_of(tp: int) -> Plan:
         seed=5,
     )
     if tp > 1:
-        plan = replace(plan, split=tensor_parallel(captured(), tp).split)
+        plan = replace(plan, split=tensor_parallel(captured(), Share(tp=tp)).split)
         capture_slices(captured(), plan)
     return plan
 

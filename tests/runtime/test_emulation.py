@@ -29,6 +29,7 @@ from auto3d.runtime.stage_program import ProgramOfStage
 from auto3d.runtime.tensor_group import Pending
 from auto3d.schedule import build_schedule
 from auto3d.schedule.operation import Kind
+from auto3d.share import Share
 from auto3d.tensor.collectives import conversion_of
 from auto3d.tensor.conversions import Collective
 from tests.models import MODELS, captured
@@ -286,7 +287,7 @@ def test_halves_take_turns_as_in_the_cost_model(collective):
 def test_a_tensor_parallel_stage_computes_as_long_as_its_time_says(schedule, halved):
     """Its collectives are those of the program of a rank, divided among the stages."""
     whole = captured("gpt2", 2)
-    tensor = sub_pipelined(tensor_parallel(whole, 2)) if halved else tensor_parallel(whole, 2)
+    tensor = sub_pipelined(tensor_parallel(whole, Share(tp=2))) if halved else tensor_parallel(whole, Share(tp=2))
     built = build_schedule(schedule, devices=3, micro_batches=3)
     plans = tensor.stages(uniform(whole.graph, 3))
     costs = Emulation(forward_s=(1.0, 2.0, 3.0), backward_s=5.0).costs(tensor.program.graph, plans, built, dp=1)

@@ -24,6 +24,7 @@ from auto3d.runtime.materialize import materialize
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage_program import ProgramOfStage
 from auto3d.runtime.tensor_group import TensorParallelRank
+from auto3d.share import Share
 from tests.models import TRAINED, captured
 from tests.soak import soak
 
@@ -126,7 +127,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 def test_two_halves_equal_the_whole(name, sequence_parallel):
     """The loss to the bit, gradients up to the order in which the samples of a weight's gradient are added."""
     model, whole, inputs = prepared(name)
-    plain = tensor_parallel(model, SHARDS, sequence_parallel=sequence_parallel)
+    plain = tensor_parallel(model, Share(tp=SHARDS, sequence_parallel=sequence_parallel))
     expected = train(plain, whole, inputs)
     for options in OPTIONS:
         results = train(sub_pipelined(plain), whole, inputs, **options)
@@ -158,7 +159,7 @@ class Integers(nn.Module):
 def test_gradients_are_equal_to_the_bit_where_sums_are_exact(options):
     inputs = {"values": InputSpec(shape=(6, 8), dtype=torch.float32), "mask": InputSpec(shape=(6,), dtype=torch.int64)}
     model = capture(Integers, inputs, 4)
-    plain = tensor_parallel(model, SHARDS)
+    plain = tensor_parallel(model, Share(tp=SHARDS))
     whole = materialize(model.exported.build, [*model.graph.parameters], seed=5)
     batch = {"values": torch.randint(-1, 2, (4, 6, 8)).float(), "mask": torch.randint(0, 2, (4, 6))}
     expected = train(plain, whole, batch)

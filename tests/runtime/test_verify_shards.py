@@ -33,7 +33,7 @@ MAGNIFIES_ROUNDING = "resnet"
 
 def test_a_model_that_magnifies_rounding_is_refused():
     with pytest.raises(ShardsDifferError, match=r"first in blocks_\w+_batch_norm"):
-        check(tensor_parallel(captured(MAGNIFIES_ROUNDING, 2), 2), TRAINED[MAGNIFIES_ROUNDING][1])
+        check(tensor_parallel(captured(MAGNIFIES_ROUNDING, 2), Share(tp=2)), TRAINED[MAGNIFIES_ROUNDING][1])
 
 
 class Normalised(nn.Module):
@@ -51,7 +51,7 @@ class Normalised(nn.Module):
 
 def test_float64_tells_magnified_rounding_from_a_wrong_placement(monkeypatch):
     data = replace(FEATURES, inputs={"x": InputField(kind="normal", shape=(4, 2, 2))})
-    right = tensor_parallel(capture(Normalised, data.input_specs(), 2), 2)
+    right = tensor_parallel(capture(Normalised, data.input_specs(), 2), Share(tp=2))
     check(right, data)
     aten = torch.ops.aten
     with pytest.raises(ShardsDifferError, match="differs by"):  # by as little as rounding does
@@ -75,7 +75,7 @@ class HoldsFloat64(nn.Module):
 
 
 def test_a_model_that_holds_float64_is_compared_in_its_own_types():
-    check(tensor_parallel(capture(HoldsFloat64, FEATURES.input_specs(), 2), 2), FEATURES)
+    check(tensor_parallel(capture(HoldsFloat64, FEATURES.input_specs(), 2), Share(tp=2)), FEATURES)
 
 
 # In bfloat16 another ResNet comes near the bound: whether it is refused depends on the processor's convolutions.
@@ -98,7 +98,7 @@ COMPARED = [
 def test_shards_equal_the_whole_program(model, sequence_parallel):
     """Including dropout, for which both draw the same numbers."""
     whole = captured(model, 2)
-    check(tensor_parallel(whole, 2, sequence_parallel=sequence_parallel), TRAINED[model][1])
+    check(tensor_parallel(whole, Share(tp=2, sequence_parallel=sequence_parallel)), TRAINED[model][1])
 
 
 def changed(model: Derived, operator: object, which: int, target: Callable, *arguments: float) -> Derived:
@@ -136,7 +136,7 @@ def test_a_collective_left_out_of_one_slice_is_refused(conversion, which):
 )
 def test_a_collective_left_out_is_refused(conversion, which, words):
     """A sum that the forward lacks shows in a value; one that the backward lacks, in gradients alone."""
-    wrong = without(tensor_parallel(captured("gpt2", 2), 2), conversion, which)
+    wrong = without(tensor_parallel(captured("gpt2", 2), Share(tp=2)), conversion, which)
     with pytest.raises(ShardsDifferError) as refused:
         check(wrong, TRAINED["gpt2"][1])
     for word in words:
@@ -147,7 +147,7 @@ def test_a_collective_left_out_is_refused(conversion, which, words):
 @pytest.mark.parametrize("model", ["gpt2-dropout", "t5-dropout", *soak("llama")])
 def test_halves_equal_the_whole_program(model):
     whole = captured(model, 4)
-    check(sub_pipelined(tensor_parallel(whole, 2)), TRAINED[model][1])
+    check(sub_pipelined(tensor_parallel(whole, Share(tp=2))), TRAINED[model][1])
 
 
 def test_a_half_that_takes_the_wrong_part_of_a_dropout_mask_is_refused(monkeypatch):
@@ -158,4 +158,4 @@ def test_a_half_that_takes_the_wrong_part_of_a_dropout_mask_is_refused(monkeypat
 
     monkeypatch.setattr(halves._HalvesBuilder, "_slice", wrong)
     with pytest.raises(ShardsDifferError, match="differs by"):
-        check(sub_pipelined(tensor_parallel(captured("gpt2-dropout", 4), 2)), TRAINED["gpt2-dropout"][1])
+        check(sub_pipelined(tensor_parallel(captured("gpt2-dropout", 4), Share(tp=2))), TRAINED["gpt2-dropout"][1])

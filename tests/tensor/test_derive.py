@@ -19,6 +19,7 @@ from auto3d.capture.model import capture
 from auto3d.derived.explain import BACKWARD, FORWARD, exchanges, explain
 from auto3d.derived.shards import tensor_parallel
 from auto3d.runtime.verify_shards import check_shards
+from auto3d.share import Share
 from auto3d.tensor.collectives import Collective
 from auto3d.tensor.derive import derive
 from tests.models import IMAGES, TEXT, captured, resnet_of_transformers
@@ -118,14 +119,14 @@ def test_a_family_is_split_from_its_graph_alone(family):
     build, data = FAMILIES[family]
     whole = capture(build, data.input_specs(), 2)
     for shards, sequence_parallel in ((2, False), (4, False), (2, True)):
-        model = tensor_parallel(whole, shards, sequence_parallel=sequence_parallel)
+        model = tensor_parallel(whole, Share(tp=shards, sequence_parallel=sequence_parallel))
         check(model, data)
         assert explain(model).split_bytes > 0.9
 
 
 def test_state_that_a_later_operation_needs_whole_is_whole():
     whole = capture(UsedWhole, TEXT.input_specs(), 2)
-    model = tensor_parallel(whole, 2)
+    model = tensor_parallel(whole, Share(tp=2))
     check(model, TEXT)
     assert not any(name.startswith("layers") and name.endswith("weight") for name in model.split)
 
@@ -133,7 +134,7 @@ def test_state_that_a_later_operation_needs_whole_is_whole():
 def test_dropout_inside_attention_may_have_fewer_key_value_heads_than_ranks():
     sizes = SIZES | {"num_key_value_heads": 2, "intermediate_size": 64, "attention_dropout": 0.1}
     whole = capture(lambda: LlamaForCausalLM(LlamaConfig(**sizes)), TEXT.input_specs(), 2)
-    model = tensor_parallel(whole, 4)
+    model = tensor_parallel(whole, Share(tp=4))
     assert any(name.endswith("attention") for name in model.drawn_per_shard)
     check(model, TEXT)
 
@@ -141,7 +142,7 @@ def test_dropout_inside_attention_may_have_fewer_key_value_heads_than_ranks():
 @pytest.mark.parametrize(("name", "blocks"), [("gpt2", 8), ("bert", 8), ("llama", 8), ("t5", 10)])
 def test_communication_is_that_of_megatron(name, blocks):
     """One all-reduce forward and one backward for each attention and each feed-forward, and a few at both ends."""
-    model = tensor_parallel(captured(name, 2), 2)
+    model = tensor_parallel(captured(name, 2), Share(tp=2))
     counts = {(each.phase, each.collective): each.count for each in exchanges(model)}
     for phase in (FORWARD, BACKWARD):
         assert blocks <= counts[phase, Collective.ALL_REDUCE] <= blocks + 6
@@ -152,7 +153,7 @@ def test_communication_is_that_of_megatron(name, blocks):
 def test_a_wider_beam_finds_nothing_cheaper(name, sequence_parallel):
     model = captured(name, 2)
     narrow, wide = (
-        derive(model, 2, pinned={}, sequence_parallel=sequence_parallel, **options)
+        derive(model, Share(tp=2, sequence_parallel=sequence_parallel), pinned={}, **options)
         for options in ({}, {"states": 1000})
     )
     assert narrow.cost == pytest.approx(wide.cost, rel=1e-7)  # a millionth of a byte per byte breaks ties
@@ -168,7 +169,9 @@ def test_a_wider_beam_finds_nothing_cheaper(name, sequence_parallel):
 )
 def test_decisions_do_not_depend_on_the_micro_batch_size(name, sequence_parallel):
     """Stages of unequal replicas run one program, and costs of one size are scaled to others."""
-    first, *others = (tensor_parallel(captured(name, n), 2, sequence_parallel=sequence_parallel) for n in (1, 2, 4, 8))
+    first, *others = (
+        tensor_parallel(captured(name, n), Share(tp=2, sequence_parallel=sequence_parallel)) for n in (1, 2, 4, 8)
+    )
     for other in others:
         assert first.split == other.split
         assert first.program.graph.same_operations(other.program.graph)
@@ -179,7 +182,7 @@ def test_ties_go_to_megatrons_pattern():
 
     A copied stream, or a partial value that a view passes on, would cost no more communication.
     """
-    graph = tensor_parallel(captured("gpt2", 2), 2).program.graph
+    graph = tensor_parallel(captured("gpt2", 2), Share(tp=2)).program.graph
     maker = {value.name: node for node in graph.nodes for value in node.outputs}
     reduces = [node for node in graph.nodes if node.operator == "auto3d.reduce.default"]
     assert [maker[node.reads[0]].operator for node in reduces] == ["aten.add.Tensor"] + ["aten.addmm.default"] * 8

@@ -53,7 +53,7 @@ def test_more_layers_take_no_more_work(counts, name):
     for layers in (6, 12):
         captured = capture(partial(MODELS[name], layers), TEXT.input_specs(), 2)
         counts.clear()
-        tensor_parallel(captured, 2, split=planned_split(captured, Share(tp=2), rules={}))
+        tensor_parallel(captured, Share(tp=2), split=planned_split(captured, Share(tp=2), rules={}))
         sliced(captured, 2)
         found.append(dict(counts))
     assert found[0] == found[1]

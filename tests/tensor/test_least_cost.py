@@ -16,6 +16,7 @@ from torch import nn
 from auto3d.capture.export import InputSpec
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.derived.shards import tensor_parallel
+from auto3d.share import Share
 from auto3d.tensor.derivation import Derivation
 from auto3d.tensor.derive import _Search
 from auto3d.tensor_placement import COPIED, WHOLE, TensorPlacement
@@ -87,7 +88,7 @@ def derived(captured: CapturedModel, shards: int, sequence_parallel: bool) -> tu
             return found[-1][1]
 
         patch.setattr(_Search, "run", recorded)
-        tensor_parallel(captured, shards, sequence_parallel=sequence_parallel)
+        tensor_parallel(captured, Share(tp=shards, sequence_parallel=sequence_parallel))
     return found[0]
 
 

@@ -231,7 +231,7 @@ def test_rules_of_modules_that_share_a_weight_must_agree():
 def test_known_rules_fix_what_they_name_and_the_rest_is_derived(model, derived):
     captured = models.captured(model, 2)
     ruled, planned = splits_of(captured, 2), planned_split(captured, Share(tp=2), rules={})
-    assert tensor_parallel(captured, 2, split=planned).split == planned
+    assert tensor_parallel(captured, Share(tp=2), split=planned).split == planned
     assert ruled.items() <= planned.items()
     assert derived <= planned.keys() - ruled.keys()
 
@@ -244,7 +244,7 @@ def test_derived_splits_fit_a_users_rules():
     assert not [name for name in splits if ".h.0.mlp." in name]
     assert splits["transformer.h.1.mlp.c_fc.weight"] == Split(0, (32,))
     assert splits["transformer.h.2.mlp.c_fc.weight"] == Split(1, (128,))
-    placements = tensor_parallel(captured, 2, split=splits).placements
+    placements = tensor_parallel(captured, Share(tp=2), split=splits).placements
     assert placements["transformer.h.0.mlp.c_fc.weight"] in (WHOLE, COPIED)
     assert ruled_reasons(captured, 2, rules=rules)["transformer.h.0.mlp.c_fc.bias"] == "a rule says so"
 
