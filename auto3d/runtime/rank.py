@@ -205,7 +205,7 @@ def build_rank(
     _check_data(common, data)
     layout = lay_out_rank(common, world.rank)
     # Programs need no peers, but every connection below is made for the messages and sums that they have.
-    programs = _programs(layout)
+    programs = programs_of(layout)
     # The prediction comes before anything that takes memory: where that runs out, the error names it.
     memory = MemoryWatch(layout.device, _predicted_memory(common)[layout.device])
     # Waits for other ranks go through this, so that each has its deadline.
@@ -316,7 +316,7 @@ def _whole_state(captured: CapturedModel) -> dict[str, Value]:
     return {**captured.graph.parameters, **captured.graph.buffers}
 
 
-def _programs(layout: RankLayout) -> tuple[Program, ...]:
+def programs_of(layout: RankLayout) -> tuple[Program, ...]:
     """What the rank's pipeline device runs of each schedule."""
     lowered: dict[int, Program] = {}
     for schedule in layout.schedules:

@@ -7,10 +7,11 @@ import click
 
 from launch.commands import options
 from launch.commands.consoles import err
+from launch.commands.exit_codes import RUN_FAILED
 from launch.commands.options import EXISTING_FILE, recipe_command
 from launch.commands.runs import interrupted, next_commands, run_in_background
 from launch.console.progress import sweep_progress
-from launch.console.training import print_training
+from launch.console.training import print_spec, print_training
 from launch.drivers.sweep import print_submissions
 from launch.recipe.load import LoadedRecipe, load
 from launch.slurm.executor import on_slurm
@@ -21,6 +22,7 @@ from launch.slurm.executor import on_slurm
 @click.option("--fresh", is_flag=True, help="Start from the beginning, even if there are checkpoints.")
 @click.option("--json", "as_json", is_flag=True, help="Print loss, grad_norm, iteration_s, bytes and the plan.")
 @click.option("--trace", is_flag=True, help="Trace one iteration after the warm-up; others: training.trace=[3,10].")
+@click.option("--check", is_flag=True, help="Check the programs of all ranks against a table of rules; train nothing.")
 @options.dry_run
 @options.test_only
 @options.detach
@@ -31,6 +33,7 @@ def train(
     fresh: bool,
     as_json: bool,
     trace: bool,
+    check: bool,
     dry_run: bool,
     test_only: bool,
     detach: bool,
@@ -42,6 +45,12 @@ def train(
     newest checkpoint; training.checkpoint_every says how often one is written.
     """
     loaded = load(recipe, (*overrides, "training.trace=[0]") if trace else overrides)
+    if check:
+        from launch.drivers.planned_training import check_spec
+
+        found = check_spec(loaded, plan_file, err)
+        print_spec(found, as_json=as_json)
+        return RUN_FAILED if any(found.values()) else 0
     if dry_run or test_only:
         from launch.drivers.planned_training import plan_training  # it imports torch, as in train_on
 

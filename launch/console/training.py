@@ -1,5 +1,6 @@
-"""`auto3d train`: the line that a training ends with."""
+"""`auto3d train`: the line that a training ends with, and what `--check` finds."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from auto3d.words import counted
@@ -22,6 +23,17 @@ def print_training(record: dict[str, Any], *, as_json: bool) -> None:
         f"{under}: loss {record['loss'][0]:.3f} to {record['loss'][-1]:.3f}, {record['samples_per_s']:.1f} samples/s, "
         f"{_memory(record)}"
     )
+
+
+def print_spec(found: Mapping[str, Sequence[str]], *, as_json: bool) -> None:
+    """Print each rule, and under it the places that break it."""
+    if as_json:
+        print_json(found)
+        return
+    for says, places in found.items():
+        print(f"broken at {counted(len(places), 'place')}: {says}" if places else f"holds: {says}")
+        for place in places:
+            print(f"  {place}")
 
 
 def _memory(record: dict[str, Any]) -> str:

@@ -12,8 +12,10 @@ from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
+from auto3d.runtime.layout import lay_out_plan
 from auto3d.runtime.rank import check_plan
 from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.spec import SPEC
 from auto3d.runtime.world import World
 from auto3d.schedule import samples_at_once
 from auto3d.schedule.order_text import NAME
@@ -45,6 +47,13 @@ class PlannedTraining:
     @property
     def plan(self) -> Plan:
         return self.trial.plan
+
+
+def check_spec(recipe: LoadedRecipe, plan_file: str | None, console: Console) -> dict[str, list[str]]:
+    """What programs of the training's plan must be -> the places where they are not (``auto3d.runtime.spec``)."""
+    training = plan_training(recipe, plan_file, console)
+    common = lay_out_plan(training.capture(), training.plan, training.settings)
+    return {says: list(broken(common)) for says, broken in SPEC.items()}
 
 
 def plan_training(

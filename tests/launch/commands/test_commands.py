@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from auto3d.plan import Plan
+from auto3d.runtime.spec import SPEC
 from launch.commands.group import VERBS, cli
 from tests.launch.conftest import MINE
 from tests.soak import soak
@@ -109,6 +110,15 @@ def test_the_plan_can_come_from_a_file_or_by_hand(folder, auto3d, trained):
         refused = auto3d("train", "small.yaml", *overrides, "--plan", plan, code=2).err
         assert words in refused
         assert refused.count("\n") == 1
+
+
+def test_the_programs_of_a_plan_are_checked_without_training(folder, auto3d, monkeypatch):
+    lines = auto3d("train", "small.yaml", "--check").out.splitlines()
+    assert lines == [f"holds: {says}" for says in SPEC]
+    monkeypatch.setitem(SPEC, "nothing stands anywhere", lambda common: iter(["a stage"]))
+    broken = auto3d("train", "small.yaml", "--check", code=1).out
+    assert broken.endswith("broken at 1 place: nothing stands anywhere\n  a stage\n")
+    assert json.loads(auto3d("train", "small.yaml", "--check", "--json", code=1).out)["nothing stands anywhere"]
 
 
 def test_a_factory_and_weights_of_ones_own(folder, auto3d, trained):

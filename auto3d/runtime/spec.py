@@ -1,0 +1,146 @@
+"""What may stand where in the programs of a plan: one table of rules, which a machine checks.
+
+After tinygrad's ``uop/spec.py``. A rule looks at the finished programs, so it holds whoever made them.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from torch import fx
+
+from auto3d.capture.nodes import args_of, operands_of
+from auto3d.derived.model import Derived
+from auto3d.derived.of_share import derived
+from auto3d.partition.stage import cut
+from auto3d.runtime.layout import PlanLayout, RankLayout, lay_out_rank
+from auto3d.runtime.rank import programs_of
+from auto3d.runtime.replicas import rank_program
+from auto3d.schedule.program import GradientSum, LossSum
+from auto3d.share import share_of
+from auto3d.tensor.collectives import conversion_of, split_of
+from auto3d.tensor.operations import has_gradient
+from auto3d.tensor.rules.call import Way
+from auto3d.tensor.ways import operations_of
+from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, TensorPlacement
+
+
+def _values(model: Derived) -> Iterator[tuple[fx.Node, TensorPlacement]]:
+    """The values of the program of a rank, with their placements."""
+    exported = model.program.exported
+    state = {**exported.parameters, **exported.buffers}
+    for node in exported.program.nodes:
+        if (placed := model.placements.get(state.get(node.name, node.name))) is not None:
+            yield node, placed
+
+
+def _made_by(node: fx.Node, placed: Mapping[fx.Node, TensorPlacement]) -> list[fx.Node]:
+    """The values that ``node`` takes: for a call within it, which has no name in the whole program, what that takes."""
+    found = ([each] if each in placed else _made_by(each, placed) for each in operands_of(node))
+    return [each for some in found for each in some]
+
+
+def _operators(model: Derived) -> Iterator[str]:
+    placed, local = dict(_values(model)), {node.name: node for node in model.program.exported.program.nodes}
+    names = {**model.whole.exported.parameters, **model.whole.exported.buffers}
+    pinned = {placeholder: model.split.get(name) for placeholder, name in names.items()}
+    for operation in operations_of(model.whole, model.share, pinned=pinned):
+        name = operation.call.node.name
+        needs = [placed[each] for each in _made_by(local[name], placed)]
+        gives = {operation.call.number_of(node): placed[local[node.name]] for node in operation.call.result_nodes}
+        if not any(_fits(way, operation.call.operands, needs, gives) for way in operation.ways):
+            words = f"{', '.join(map(str, needs))} -> {', '.join(map(str, gives.values()))}"
+            yield f"{name} ({operation.call.operator}): {words}"
+
+
+def _fits(
+    way: Way, operands: Sequence[fx.Node], needs: Sequence[TensorPlacement], gives: Mapping[int, TensorPlacement]
+) -> bool:
+    """Whether ``way`` takes and gives this. In place of a copied operand without a gradient it takes a whole one."""
+    return all(way.gives[place] == each for place, each in gives.items()) and all(
+        given == need or (given == WHOLE and need == COPIED and not has_gradient(operand))
+        for need, given, operand in zip(way.needs, needs, operands, strict=True)
+    )
+
+
+def _conversions(model: Derived) -> Iterator[str]:
+    placed = dict(_values(model))
+    for node, gives in placed.items():
+        if (conversion := conversion_of(node.target)) is not None:
+            takes = placed[operands_of(node)[0]]
+            as_split = (takes.split or gives.split) == split_of(args_of(node))
+            if (takes.kind, gives.kind) != (conversion.source, conversion.target) or not as_split:
+                yield f"{node.name}: {takes} -> {gives} by {conversion.name}"
+
+
+def _shapes(model: Derived) -> Iterator[str]:
+    whole = {node.name: node.meta.get("val") for node in model.whole.exported.program.nodes}
+    for node, placed in _values(model):
+        if conversion_of(node.target) is not None:
+            whole[node.name] = whole[operands_of(node)[0].name]
+        shape = tuple(whole[node.name].shape)
+        if (found := tuple(node.meta["val"].shape)) != (expected := placed.local_shape(shape, model.share.tp)):
+            yield f"{node.name}: {list(found)}, but {placed} of {list(shape)} is {list(expected)}"
+
+
+def _partial(common: PlanLayout) -> Iterator[str]:
+    program = rank_program(common.captured, common.plan, 1)
+    placements = {} if program.derived is None else program.derived.placements
+    for stage in cut(program.captured.graph, program.plan.stages):
+        for transfer in stage.received:
+            if placements.get(transfer.value.name) == PARTIAL:
+                yield f"{transfer.value.name}, from stage {transfer.source} to {transfer.target}"
+
+
+def _orders(common: PlanLayout) -> Iterator[str]:
+    orders: dict[str, dict[int, list[str]]] = defaultdict(dict)  # communicator -> rank -> what it runs there
+    for rank in range(common.plan.ranks):
+        for communicator, runs in _run_by(lay_out_rank(common, rank), rank):
+            orders[communicator].setdefault(rank, []).extend(runs)
+    for communicator, of_rank in orders.items():
+        (first, expected), *others = of_rank.items()
+        for rank, found in others:
+            if found != expected:
+                yield f"{communicator}, rank {rank}: {', '.join(found)}; rank {first}: {', '.join(expected)}"
+
+
+def _run_by(layout: RankLayout, rank: int) -> Iterator[tuple[str, list[str]]]:
+    """(communicator, what ``rank`` runs there) for each of its steps, in order."""
+    groups = [f"tensor-parallel ranks {group}" for group in layout.tensor_groups if rank in group]
+    holders = {each for each in layout.holders.values() if rank in each.ranks and len(each.ranks) > 1}
+    device_of, here = layout.schedule.device_of, f"pipeline {layout.pipeline}"
+    yield from ((f"gradients of stages {each.stages} on {each}", []) for each in holders)
+    for step in (step for program in programs_of(layout) for step in program.steps):
+        for communication in step.begins:
+            if isinstance(communication, GradientSum):
+                summed = [each for each in holders if each.stages == communication.stages]
+                yield from ((f"gradients of stages {each.stages} on {each}", [f"{communication}"]) for each in summed)
+            elif isinstance(communication, LossSum):
+                yield "all ranks", [f"{communication}"]
+        yield from ((group, [f"{step.operation}"]) for group in groups)
+        for message in (*step.posts, *step.sends):
+            devices = device_of[message.source, message.pipe], device_of[message.target, message.pipe]
+            if devices[0] != devices[1]:
+                yield f"messages from device {devices[0]} to {devices[1]}, {here}", [f"{message}"]
+
+
+Broken = Callable[[PlanLayout], Iterator[str]]
+
+
+def _of_shards(broken: Callable[[Derived], Iterator[str]]) -> Broken:
+    """``broken`` for the program of a tensor-parallel rank, before slices or halves divide it further."""
+
+    def of_plan(common: PlanLayout) -> Iterator[str]:
+        share, plan = share_of(common.plan), common.plan
+        return broken(derived(common.captured, share, split=plan.split)) if share.tp > 1 else iter(())
+
+    return of_plan
+
+
+SPEC: dict[str, Broken] = {
+    "an operator takes and gives placements as its rule says": _of_shards(_operators),
+    "a conversion takes and gives the placements of its name": _of_shards(_conversions),
+    "a rank has the part of a value that its placement says": _of_shards(_shapes),
+    "no partial value leaves a stage": _partial,
+    "all ranks of a communicator run the same there, in the same order": _orders,
+}
+"""What must be so -> the places of a plan where it is not, in words."""
