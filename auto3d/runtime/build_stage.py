@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -54,37 +55,24 @@ def build_stage(
     def leaf_copies(program: ProgramOfStage) -> set[str]:
         return set() if deferred is not None else used_once(program.captured, frozenset(program.stage.nodes))
 
-    def computation(program: ProgramOfStage) -> Computation:
-        stage, captured, targets = program.stage, program.captured, TargetCounts(terms)
-        divided = segments(captured.graph, stage, kept if recompute else [(0, len(captured.graph.nodes))])
-        program_of = partial(
-            segment_program,
-            captured=captured,
+    computations = [
+        computation_of(
+            program,
             randomness=randomness,
             device=device,
+            halves=halves,
+            kept=kept if recompute else None,
             deferred=deferred,
-            derived=program.derived,
-            targets=targets,
-            compile=compile,
+            terms=terms,
             leaf_copies=leaf_copies(program),
+            compile=compile,
         )
-        if isinstance(derived, TensorParallelRank) and derived.model.half_of:
-            return HalvesComputation(
-                stage,
-                captured,
-                divided,
-                program_of,
-                rank=derived,
-                randomness=randomness,
-                targets=targets,
-                device=device,
-            )
-        return SegmentComputation(stage, captured.graph, divided, program_of, randomness=randomness, targets=targets)
-
+        for program in programs
+    ]
     stage = programs[-1].stage
     return StageModule(
         stage,
-        [computation(program) for program in programs],
+        computations,
         WeightVersions(
             {name: tensors[name] for name in first.stage.state},
             several=old_weights,
@@ -97,3 +85,35 @@ def build_stage(
         deferred=deferred,
         earlier=derived.slices if isinstance(derived, SliceOfStage) else None,
     )
+
+
+def computation_of(
+    program: ProgramOfStage,
+    *,
+    randomness: Randomness,
+    device: torch.device,
+    halves: bool = False,
+    kept: Sequence[tuple[int, int]] | None = None,
+    deferred: DeferredGradients | None = None,
+    terms: Sequence[TargetTerm | ScaledTerm] = (),
+    **options: Any,
+) -> Computation:
+    """What a stage computes of ``program``; all is ``kept`` if that is None. ``options`` are those of segment_program.
+
+    With ``halves`` the halves of each micro-batch take turns.
+    """
+    graph, targets = program.captured.graph, TargetCounts(terms)
+    divided = segments(graph, program.stage, [(0, len(graph.nodes))] if kept is None else kept)
+    program_of = partial(
+        segment_program,
+        captured=program.captured,
+        randomness=randomness,
+        device=device,
+        deferred=deferred,
+        derived=program.derived,
+        targets=targets,
+        **options,
+    )
+    if halves:
+        return HalvesComputation(program, divided, program_of, randomness=randomness, targets=targets, device=device)
+    return SegmentComputation(program, divided, program_of, randomness=randomness, targets=targets)

@@ -25,25 +25,26 @@ class EarlierSlices:
     """Keys and values by their name, of the micro-batches in flight on one stage, and gradients that wait for them."""
 
     def __init__(self) -> None:
+        self.micro_batch = 0  # the one whose slice runs
         self._values: defaultdict[int, dict[str, list[torch.Tensor]]] = defaultdict(dict)
         self._gradients: defaultdict[int, dict[tuple[str, int], torch.Tensor]] = defaultdict(dict)
 
-    def keep(self, micro_batch: int, name: str, number: int, value: torch.Tensor) -> None:
+    def keep(self, name: str, number: int, value: torch.Tensor) -> None:
         """Keep ``value`` of slice ``number``; those of the slices before it are there."""
-        values = self._values[micro_batch].setdefault(name, [])
+        values = self._values[self.micro_batch].setdefault(name, [])
         assert len(values) >= number, f"slice {number} runs before one that it needs"
         values[number:] = [value]
 
-    def joined(self, micro_batch: int, name: str, dim: int, number: int) -> torch.Tensor:
+    def joined(self, name: str, dim: int, number: int) -> torch.Tensor:
         """The values of all slices up to ``number``, one behind the other along ``dim``."""
-        return torch.cat(self._values[micro_batch][name][: number + 1], dim)
+        return torch.cat(self._values[self.micro_batch][name][: number + 1], dim)
 
-    def sum_gradients(self, micro_batch: int, name: str, dim: int, number: int, gradient: torch.Tensor) -> torch.Tensor:
+    def sum_gradients(self, name: str, dim: int, number: int, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of the value of slice ``number``, given that of the values up to it in that slice's attention.
 
         Earlier slices get their parts of it when their backwards come. The value itself is kept no longer.
         """
-        values, gradients = self._values[micro_batch][name], self._gradients[micro_batch]
+        values, gradients = self._values[self.micro_batch][name], self._gradients[self.micro_batch]
         parts = gradient.split([value.shape[dim] for value in values[: number + 1]], dim)
         for earlier, part in enumerate(parts[:number]):
             key = name, earlier
@@ -52,37 +53,35 @@ class EarlierSlices:
         later = gradients.pop((name, number), None)
         return parts[number] if later is None else parts[number] + later
 
-    def end(self, micro_batch: int) -> None:
-        """Forget ``micro_batch``, all of whose backwards have run."""
-        self._values.pop(micro_batch, None)
-        lost = self._gradients.pop(micro_batch, {})
+    def end(self) -> None:
+        """Forget the micro-batch, all of whose backwards have run."""
+        self._values.pop(self.micro_batch, None)
+        lost = self._gradients.pop(self.micro_batch, {})
         assert not lost, f"no backward has taken the gradient of {next(iter(lost))} from later slices"
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, slices: EarlierSlices, micro_batch: int, name: str, dim: int, number: int
-    ) -> torch.Tensor:
-        ctx.how = slices, micro_batch, name, dim, number
-        slices.keep(micro_batch, name, number, value.detach())
-        return slices.joined(micro_batch, name, dim, number)
+    def forward(ctx: Any, value: torch.Tensor, slices: EarlierSlices, name: str, dim: int, number: int) -> torch.Tensor:
+        ctx.how = slices, name, dim, number
+        slices.keep(name, number, value.detach())
+        return slices.joined(name, dim, number)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        slices, *which = ctx.how
-        return slices.sum_gradients(*which, gradient), *[None] * 5
+        slices, name, dim, number = ctx.how
+        return slices.sum_gradients(name, dim, number, gradient), None, None, None, None
 
 
 class JoinedWithEarlier(nn.Module):
     """Joins the keys, or the values, of slice ``number`` with those of earlier slices."""
 
-    def __init__(self, slices: EarlierSlices, name: str, number: int, randomness: Randomness) -> None:
+    def __init__(self, slices: EarlierSlices, name: str, number: int) -> None:
         super().__init__()
-        self._slices, self._name, self._number, self._randomness = slices, name, number, randomness
+        self._slices, self._name, self._number = slices, name, number
 
     def forward(self, value: torch.Tensor, dim: int, earlier: int) -> torch.Tensor:
-        return _Join.apply(value, self._slices, self._randomness.micro_batch, self._name, dim, self._number)
+        return _Join.apply(value, self._slices, self._name, dim, self._number)
 
 
 class AttentionToEarlier(nn.Module):
@@ -92,15 +91,12 @@ class AttentionToEarlier(nn.Module):
     their memory.
     """
 
-    def __init__(
-        self, slices: EarlierSlices, names: Sequence[tuple[str, int]], number: int, randomness: Randomness
-    ) -> None:
+    def __init__(self, slices: EarlierSlices, names: Sequence[tuple[str, int]], number: int) -> None:
         super().__init__()
-        self._slices, self._names, self._number, self._randomness = slices, names, number, randomness
+        self._slices, self._names, self._number = slices, names, number
 
     def forward(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         # Autograd keeps the hooks as long as the activations, so they must not refer to the joined tensors.
-        micro_batch = self._randomness.micro_batch
         memory = {value.data_ptr(): (place, value.shape) for place, value in enumerate(args[: len(self._names)])}
 
         def pack(saved: torch.Tensor) -> torch.Tensor | int:
@@ -111,7 +107,7 @@ class AttentionToEarlier(nn.Module):
             if isinstance(kept, torch.Tensor):
                 return kept
             name, dim = self._names[kept]
-            return self._slices.joined(micro_batch, name, dim, self._number)
+            return self._slices.joined(name, dim, self._number)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return ATTENTION(query, *args, **kwargs)
@@ -132,12 +128,12 @@ class SliceOfStage:
     def module_of(self, node: fx.Node, number: int, randomness: Randomness) -> nn.Module | None:
         """The module that replaces ``node``; None if it runs as it is."""
         if node.target is WITH_EARLIER:
-            return JoinedWithEarlier(self.slices, node.name, self.number, randomness)
+            return JoinedWithEarlier(self.slices, node.name, self.number)
         if node.target is ATTENTION:
             keys_and_values = args_of(node)[1:3]
             if all(each.target is WITH_EARLIER for each in keys_and_values):
                 names = [(each.name, int(args_of(each)[1])) for each in keys_and_values]
-                return AttentionToEarlier(self.slices, names, self.number, randomness)
+                return AttentionToEarlier(self.slices, names, self.number)
         return None if self.of_shard is None else self.of_shard.module_of(node, number, randomness)
 
 

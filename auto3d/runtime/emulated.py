@@ -5,7 +5,7 @@ have their true sizes, unless they are given others, or times. No weights are ma
 computed, so there is no loss. A few cores can therefore run as many devices as they can carry messages for.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import nan
@@ -29,7 +29,7 @@ from auto3d.runtime.layout import RankLayout
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.stage import StageModule
+from auto3d.runtime.stage import Gradients, StageModule, Tensors
 from auto3d.runtime.target_counts import TargetCounts
 from auto3d.runtime.tensor_group import TensorGroup
 from auto3d.runtime.weight_gradients import DeferredGradients
@@ -72,13 +72,7 @@ class EmulatedComputation:
         loss = self._loss if self._stage.has_loss else None
         return StageModule(self._stage, [self], WeightVersions({}, several=False), loss=loss, deferred=self._deferred)
 
-    def forward(
-        self,
-        micro_batch: int,
-        state: Mapping[str, torch.Tensor],
-        received: Mapping[str, torch.Tensor],
-        inputs: Mapping[str, torch.Tensor],
-    ) -> dict[str, torch.Tensor]:
+    def forward(self, micro_batch: int, state: Tensors, taken: Tensors) -> Tensors:
         self._work(Kind.FORWARD)
         return self._made
 
@@ -86,9 +80,7 @@ class EmulatedComputation:
         self._work(Kind.RECOMPUTE)
         self._recomputed.add(micro_batch)
 
-    def backward(
-        self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]], *, defer_weights: bool
-    ) -> dict[str, torch.Tensor]:
+    def backward(self, micro_batch: int, gradients: Gradients, *, defer_weights: bool) -> dict[str, torch.Tensor]:
         if self._recompute and micro_batch not in self._recomputed:
             self.recompute(micro_batch)
         self._recomputed.discard(micro_batch)

@@ -8,7 +8,6 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -18,10 +17,9 @@ from auto3d.capture.model import CapturedModel
 from auto3d.data import TrainingData
 from auto3d.errors import InputError
 from auto3d.partition.evaluation import stages_in_evaluation
-from auto3d.partition.segment import segments
-from auto3d.partition.stage import Stage
 from auto3d.plan import NO_OVERLAP, Plan
 from auto3d.runtime.agreement import check_same_plan
+from auto3d.runtime.build_stage import computation_of
 from auto3d.runtime.evaluation_loss import EvaluationLoss, ForwardLoss
 from auto3d.runtime.evaluation_output import Output
 from auto3d.runtime.evaluation_state import check_state, first_pipelines_buffers
@@ -32,9 +30,7 @@ from auto3d.runtime.layout import lay_out_plan, lay_out_rank, schedules_of
 from auto3d.runtime.low_precision import with_copies
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.rank import Rank, inputs_of
-from auto3d.runtime.segment_computation import SegmentComputation
-from auto3d.runtime.stage_program import segment_program
-from auto3d.runtime.target_counts import TargetCounts
+from auto3d.runtime.stage_program import ProgramOfStage
 from auto3d.runtime.tensor_group import TensorParallelRank
 from auto3d.runtime.training import Training
 from auto3d.runtime.waiting import waiting_for
@@ -184,22 +180,15 @@ class _Evaluation:
         constants = layout.captured.exported.constants
         used = {name for stage in layout.stages.values() for name in stage.state}
         self._constants = {name: value.to(rank.device) for name, value in constants.items() if name in used}
-
-        def computation(stage: Stage) -> SegmentComputation:
-            targets = TargetCounts(layout.target_terms if loss else ())
-            program_of = partial(
-                segment_program,
-                captured=layout.captured,
+        self._computations = {
+            pipe_stage: computation_of(
+                ProgramOfStage(stage, layout.captured, tensor),
                 randomness=randomness,
                 device=rank.device,
-                deferred=None,
-                derived=tensor,
-                targets=targets,
+                terms=layout.target_terms if loss else (),
             )
-            divided = segments(graph, stage, [(0, len(graph.nodes))])
-            return SegmentComputation(stage, graph, divided, program_of, randomness=randomness, targets=targets)
-
-        self._computations = {pipe_stage: computation(stage) for pipe_stage, stage in layout.stages.items()}
+            for pipe_stage, stage in layout.stages.items()
+        }
 
     @property
     def inputs(self) -> set[str]:
@@ -283,7 +272,7 @@ class _Evaluation:
                 first = own + (layout.first_micro_batch + micro_batch) * layout.samples
                 read.add(first, loaded)
                 with torch.no_grad():  # so that it keeps nothing for a backward
-                    values = {**loaded, **computation.forward(micro_batch, state, received, loaded)}
+                    values = {**loaded, **computation.forward(micro_batch, state, {**loaded, **received})}
                 sent = {transfer.value.name: values[transfer.value.name].contiguous() for transfer in stage.sent}
                 self._exchange.send_from(step, micro_batch, sent)
                 if self._loss is not None and stage.has_loss:

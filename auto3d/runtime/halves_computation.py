@@ -5,7 +5,7 @@ the backward than in the forward (partition/turns.py), so the pieces of a stage 
 in an order of their own in each direction.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +15,13 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.graph import _BoxedCodeGen
 
-from auto3d.capture.model import CapturedModel
 from auto3d.capture.nodes import args_of
 from auto3d.partition.segment import Segment
-from auto3d.partition.stage import Stage
 from auto3d.partition.turns import Handover, Turn, turns, values_with_gradient
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.segment_computation import ProgramOf, no_saved_activations
+from auto3d.runtime.stage import Gradients, Tensors
+from auto3d.runtime.stage_program import ProgramOfStage
 from auto3d.runtime.target_counts import TargetCounts
 from auto3d.runtime.tensor_group import Action, Pending, TensorParallelRank, backward_action, forward_action
 from auto3d.tensor.collectives import conversion_of, split_of
@@ -30,7 +30,7 @@ from auto3d.tensor.collectives import conversion_of, split_of
 class _Values:
     """Values, or gradients, by name. One that a collective makes is awaited when it is first taken."""
 
-    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, values: Tensors) -> None:
         self._values: dict[str, torch.Tensor | Pending] = dict(values)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -121,14 +121,14 @@ class _RunnableSegment:
 class _HalvesInFlight:
     """What the backward of one micro-batch needs from its forward."""
 
-    state: Mapping[str, torch.Tensor]
+    state: Tensors
     gradients: _Gradients = field(default_factory=_Gradients)
     taken: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # per segment that runs again: its inputs
     made: dict[int, list[tuple[str, GradientEdge]]] = field(default_factory=dict)  # per piece, by its id
 
 
 class HalvesComputation:
-    """The Computation of a ``stage`` of ``captured``, the program of the tensor-parallel ``rank`` in halves.
+    """The Computation of a stage of the program of a tensor-parallel rank in halves.
 
     Each half runs in turns with the other, in the forward, the backward and recomputation. A collective begins when its
     value is complete, and is awaited when its result is first needed. ``program_of`` makes the modules of the pieces of
@@ -137,17 +137,17 @@ class HalvesComputation:
 
     def __init__(
         self,
-        stage: Stage,
-        captured: CapturedModel,
+        program: ProgramOfStage,
         divided: Sequence[Segment],
         program_of: ProgramOf,
         *,
-        rank: TensorParallelRank,
         randomness: Randomness,
         targets: TargetCounts,
         device: torch.device,
     ) -> None:
         self.targets = targets
+        stage, captured, rank = program.stage, program.captured, program.derived
+        assert isinstance(rank, TensorParallelRank)
         self._received = [transfer.value.name for transfer in stage.received if transfer.value.differentiable]
         self._randomness = randomness
         self._device = device
@@ -197,16 +197,10 @@ class HalvesComputation:
             )
             unused = unused[count:]
 
-    def forward(
-        self,
-        micro_batch: int,
-        state: Mapping[str, torch.Tensor],
-        received: Mapping[str, torch.Tensor],
-        inputs: Mapping[str, torch.Tensor],
-    ) -> dict[str, torch.Tensor]:
+    def forward(self, micro_batch: int, state: Tensors, taken: Tensors) -> Tensors:
         in_flight = self._in_flight[micro_batch] = _HalvesInFlight(state)
         self._randomness.micro_batch = micro_batch
-        values = _Values({**inputs, **received})
+        values = _Values(taken)
         for number, segment in enumerate(self._segments):
             with nullcontext() if segment.kept else no_saved_activations():
                 self._run(segment, in_flight, values, segment.unused, keep=segment.kept)
@@ -218,9 +212,7 @@ class HalvesComputation:
         for number in range(len(self._segments)):
             self._run_again(number, micro_batch)
 
-    def backward(
-        self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]], *, defer_weights: bool
-    ) -> dict[str, torch.Tensor]:
+    def backward(self, micro_batch: int, gradients: Gradients, *, defer_weights: bool) -> dict[str, torch.Tensor]:
         """It goes from the last segment to the first. If ``recompute`` was not called before, it recomputes each
         segment only when the activations of the later ones have been freed.
         """

@@ -1,7 +1,7 @@
 """Computes the passes of one stage segment by segment: those that keep their activations, and those that run again."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,9 @@ from torch import fx
 
 from auto3d.capture.graph import Graph
 from auto3d.partition.segment import Segment
-from auto3d.partition.stage import Stage
 from auto3d.runtime.randomness import Randomness
+from auto3d.runtime.stage import Gradients, Tensors
+from auto3d.runtime.stage_program import ProgramOfStage
 from auto3d.runtime.target_counts import TargetCounts
 from auto3d.runtime.weight_gradients import add_gradient
 from auto3d.runtime.weight_versions import new_leaf
@@ -33,7 +34,7 @@ class _Use:
 class _InFlight:
     """What the backward of one micro-batch needs from its forward."""
 
-    state: Mapping[str, torch.Tensor]
+    state: Tensors
     received: dict[str, torch.Tensor]  # received values, as leaves of this stage's autograd graph
     values: dict[str, torch.Tensor]  # everything that segments take: received values, inputs, leaves between segments
     old_buffers: list[dict[str, torch.Tensor]]  # per segment that runs again: copies of the buffers that it writes to
@@ -51,13 +52,11 @@ class _Segment:
         self._per_use = per_use
         self._module, self._state, self._values = program
 
-    def copy_buffers(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def copy_buffers(self, state: Tensors) -> dict[str, torch.Tensor]:
         """Copies of the buffers that the segment writes to."""
         return {name: state[name].clone() for name in self._written}
 
-    def run(
-        self, state: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[_Use]]:
+    def run(self, state: Tensors, values: Tensors) -> tuple[list[torch.Tensor], list[_Use]]:
         """The values that it gives, and its uses of the tensors that get a leaf per use, in order."""
         uses: list[_Use] = []
 
@@ -72,7 +71,7 @@ class _Segment:
 
 
 class SegmentComputation:
-    """The Computation of a ``stage`` of ``graph``, ``divided`` into segments whose modules ``program_of`` makes.
+    """The Computation of a stage that is ``divided`` into segments, whose modules ``program_of`` makes.
 
     A segment that is not kept keeps only what it takes, and runs again for the backward. Under ``torch.no_grad`` a
     forward keeps nothing, for no backward follows.
@@ -80,8 +79,7 @@ class SegmentComputation:
 
     def __init__(
         self,
-        stage: Stage,
-        graph: Graph,
+        program: ProgramOfStage,
         divided: Sequence[Segment],
         program_of: ProgramOf,
         *,
@@ -89,6 +87,7 @@ class SegmentComputation:
         targets: TargetCounts,
     ) -> None:
         self.targets = targets
+        stage, graph = program.stage, program.captured.graph
         self._received = [(transfer.value.name, transfer.value.differentiable) for transfer in stage.received]
         users = Counter(name for segment in divided for name in {*segment.state, *segment.takes})
         self._common_weights = [n for n, count in users.items() if count > 1 and n in graph.trained]
@@ -108,16 +107,10 @@ class SegmentComputation:
         self._randomness = randomness
         self._in_flight: dict[int, _InFlight] = {}
 
-    def forward(
-        self,
-        micro_batch: int,
-        state: Mapping[str, torch.Tensor],
-        received: Mapping[str, torch.Tensor],
-        inputs: Mapping[str, torch.Tensor],
-    ) -> dict[str, torch.Tensor]:
-        leaves = {name: received[name].detach().requires_grad_(follows) for name, follows in self._received}
+    def forward(self, micro_batch: int, state: Tensors, taken: Tensors) -> Tensors:
+        leaves = {name: taken[name].detach().requires_grad_(follows) for name, follows in self._received}
         weights = {name: new_leaf(state[name]) for name in self._common_weights}
-        in_flight = _InFlight(state, leaves, {**inputs, **leaves}, [], [], weights, {})
+        in_flight = _InFlight(state, leaves, {**taken, **leaves}, [], [], weights, {})
         if torch.is_grad_enabled():
             self._in_flight[micro_batch] = in_flight
         self._randomness.micro_batch = micro_batch
@@ -138,9 +131,7 @@ class SegmentComputation:
             if not segment.kept:
                 self._run_again(number, micro_batch)
 
-    def backward(
-        self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]], *, defer_weights: bool
-    ) -> dict[str, torch.Tensor]:
+    def backward(self, micro_batch: int, gradients: Gradients, *, defer_weights: bool) -> dict[str, torch.Tensor]:
         """It goes from the last segment to the first. If ``recompute`` was not called before, it recomputes each
         segment only when the activations of the later ones have been freed.
         """
@@ -172,7 +163,7 @@ class SegmentComputation:
         state = {**in_flight.state, **in_flight.weights, **in_flight.old_buffers[number]}
         in_flight.outputs[number], in_flight.uses[number] = self._segments[number].run(state, in_flight.values)
 
-    def _backward_of(self, number: int, in_flight: _InFlight, gradients: Mapping[str, Sequence[torch.Tensor]]) -> None:
+    def _backward_of(self, number: int, in_flight: _InFlight, gradients: Gradients) -> None:
         """Run the backward of one segment and free its activations."""
         outputs, in_flight.outputs[number] = in_flight.outputs[number], []
         assert outputs is not None  # the forward kept them, or the segment has been run again

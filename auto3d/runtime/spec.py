@@ -23,33 +23,27 @@ from auto3d.tensor.rules.call import Way
 from auto3d.tensor.ways import operations_of
 from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, TensorPlacement
 
-
-def _values(model: Derived) -> Iterator[tuple[fx.Node, TensorPlacement]]:
-    """The values of the program of a rank, with their placements."""
-    exported = model.program.exported
-    state = {**exported.parameters, **exported.buffers}
-    for node in exported.program.nodes:
-        if (placed := model.placements.get(state.get(node.name, node.name))) is not None:
-            yield node, placed
+Placed = Mapping[fx.Node, TensorPlacement]
 
 
-def _made_by(node: fx.Node, placed: Mapping[fx.Node, TensorPlacement]) -> list[fx.Node]:
-    """The values that ``node`` takes: for a call within it, which has no name in the whole program, what that takes."""
-    found = ([each] if each in placed else _made_by(each, placed) for each in operands_of(node))
-    return [each for some in found for each in some]
+def _needs(node: fx.Node, placed: Placed) -> Iterator[TensorPlacement]:
+    """The placements of what ``node`` takes. For a call within it, which is no value of the model: what that takes."""
+    for each in operands_of(node):
+        yield from [placed[each]] if each in placed else _needs(each, placed)
 
 
-def _operators(model: Derived) -> Iterator[str]:
-    placed, local = dict(_values(model)), {node.name: node for node in model.program.exported.program.nodes}
+def _operators(model: Derived, placed: Placed) -> Iterator[str]:
+    local = {node.name: node for node in placed}
     names = {**model.whole.exported.parameters, **model.whole.exported.buffers}
     pinned = {placeholder: model.split.get(name) for placeholder, name in names.items()}
     for operation in operations_of(model.whole, model.share, pinned=pinned):
-        name = operation.call.node.name
-        needs = [placed[each] for each in _made_by(local[name], placed)]
-        gives = {operation.call.number_of(node): placed[local[node.name]] for node in operation.call.result_nodes}
-        if not any(_fits(way, operation.call.operands, needs, gives) for way in operation.ways):
+        call = operation.call
+        results = {call.number_of(node): local[node.name] for node in call.result_nodes}
+        made = local.get(call.node.name) or operands_of(next(iter(results.values())))[0]  # a tuple has no placement
+        needs, gives = list(_needs(made, placed)), {number: placed[node] for number, node in results.items()}
+        if not any(_fits(way, call.operands, needs, gives) for way in operation.ways):
             words = f"{', '.join(map(str, needs))} -> {', '.join(map(str, gives.values()))}"
-            yield f"{name} ({operation.call.operator}): {words}"
+            yield f"{call.node.name} ({call.operator}): {words}"
 
 
 def _fits(
@@ -62,8 +56,7 @@ def _fits(
     )
 
 
-def _conversions(model: Derived) -> Iterator[str]:
-    placed = dict(_values(model))
+def _conversions(model: Derived, placed: Placed) -> Iterator[str]:
     for node, gives in placed.items():
         if (conversion := conversion_of(node.target)) is not None:
             takes = placed[operands_of(node)[0]]
@@ -72,14 +65,14 @@ def _conversions(model: Derived) -> Iterator[str]:
                 yield f"{node.name}: {takes} -> {gives} by {conversion.name}"
 
 
-def _shapes(model: Derived) -> Iterator[str]:
+def _shapes(model: Derived, placed: Placed) -> Iterator[str]:
     whole = {node.name: node.meta.get("val") for node in model.whole.exported.program.nodes}
-    for node, placed in _values(model):
+    for node, placement in placed.items():
         if conversion_of(node.target) is not None:
             whole[node.name] = whole[operands_of(node)[0].name]
         shape = tuple(whole[node.name].shape)
-        if (found := tuple(node.meta["val"].shape)) != (expected := placed.local_shape(shape, model.share.tp)):
-            yield f"{node.name}: {list(found)}, but {placed} of {list(shape)} is {list(expected)}"
+        if (found := tuple(node.meta["val"].shape)) != (expected := placement.local_shape(shape, model.share.tp)):
+            yield f"{node.name}: {list(found)}, but {placement} of {list(shape)} is {list(expected)}"
 
 
 def _partial(common: PlanLayout) -> Iterator[str]:
@@ -126,12 +119,16 @@ def _run_by(layout: RankLayout, rank: int) -> Iterator[tuple[str, list[str]]]:
 Broken = Callable[[PlanLayout], Iterator[str]]
 
 
-def _of_shards(broken: Callable[[Derived], Iterator[str]]) -> Broken:
+def _of_shards(broken: Callable[[Derived, Placed], Iterator[str]]) -> Broken:
     """``broken`` for the program of a tensor-parallel rank, before slices or halves divide it further."""
 
     def of_plan(common: PlanLayout) -> Iterator[str]:
-        share, plan = share_of(common.plan), common.plan
-        return broken(derived(common.captured, share, split=plan.split)) if share.tp > 1 else iter(())
+        if common.plan.tp > 1:
+            model = derived(common.captured, share_of(common.plan), split=common.plan.split)
+            exported = model.program.exported
+            state = {**exported.parameters, **exported.buffers}
+            found = ((node, model.placements.get(state.get(node.name, node.name))) for node in exported.program.nodes)
+            yield from broken(model, {node: placement for node, placement in found if placement is not None})
 
     return of_plan
 

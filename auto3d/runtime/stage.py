@@ -13,6 +13,10 @@ from auto3d.runtime.target_counts import TargetCounts
 from auto3d.runtime.weight_gradients import DeferredGradients
 from auto3d.runtime.weight_versions import WeightVersions
 
+Tensors = Mapping[str, torch.Tensor]
+Gradients = Mapping[str, Sequence[torch.Tensor]]
+"""Of each value, the gradients from all stages that used it."""
+
 
 class Computation(Protocol):
     """What the passes of a stage compute: of whole micro-batches, or of one slice of their sequence."""
@@ -21,24 +25,17 @@ class Computation(Protocol):
     def targets(self) -> TargetCounts:
         """The targets that the forward has counted."""
 
-    def forward(
-        self,
-        micro_batch: int,
-        state: Mapping[str, torch.Tensor],
-        received: Mapping[str, torch.Tensor],
-        inputs: Mapping[str, torch.Tensor],
-    ) -> Mapping[str, torch.Tensor]:
+    def forward(self, micro_batch: int, state: Tensors, taken: Tensors) -> Tensors:
         """Run ``micro_batch`` on the parameters and buffers ``state``, which the backward needs too.
 
-        Returns what it makes, detached from autograd: at least the values that the stage sends, the loss and outputs.
+        ``taken`` has received values and inputs. Returns what it makes, detached from autograd: at least the values
+        that the stage sends, the loss and outputs.
         """
 
     def recompute(self, micro_batch: int) -> None:
         """Compute the activations again that the forward of ``micro_batch`` dropped."""
 
-    def backward(
-        self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]], *, defer_weights: bool
-    ) -> dict[str, torch.Tensor]:
+    def backward(self, micro_batch: int, gradients: Gradients, *, defer_weights: bool) -> dict[str, torch.Tensor]:
         """Run the backward of ``micro_batch``; arguments and result are those of ``StageModule.backward``.
 
         ``gradients`` has that of the loss, too. What it leaves to ``StageModule.backward_weight``, it adds to the
@@ -82,15 +79,13 @@ class StageModule:
         self._loss_weight = loss_weight
         self._loss_scale = loss_scale or LossScale()
         self._deferred = deferred
-        self._earlier = earlier
+        self._earlier = earlier or EarlierSlices()
         self._weight_work: dict[int, list[Callable[[], None]]] = {}
 
-    def forward(
-        self, micro_batch: int, received: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def forward(self, micro_batch: int, received: Tensors, inputs: Tensors) -> dict[str, torch.Tensor]:
         """Run ``micro_batch``; returns the values to send, contiguous and detached from autograd."""
-        whole, computation = micro_batch // self._slices, self._computations[micro_batch % self._slices]
-        made = computation.forward(whole, self.weights.of(whole), received, inputs)
+        whole, computation = self._at(micro_batch)
+        made = computation.forward(whole, self.weights.of(whole), {**inputs, **received})
         if self._loss is not None:
             self._last_loss = made[self._loss]
             self.losses[micro_batch] = self._last_loss * self._loss_weight
@@ -100,25 +95,26 @@ class StageModule:
 
     def recompute(self, micro_batch: int) -> None:
         """Compute the activations again that the forward of ``micro_batch`` dropped."""
-        self._computations[micro_batch % self._slices].recompute(micro_batch // self._slices)
+        whole, computation = self._at(micro_batch)
+        computation.recompute(whole)
 
     def backward(
-        self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]], *, defer_weights: bool = False
+        self, micro_batch: int, gradients: Gradients, *, defer_weights: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Run the backward of ``micro_batch``; ``gradients`` has those of each sent value from all stages that used it.
+        """Run the backward of ``micro_batch``, given the ``gradients`` of the values that it sent.
 
         Returns the gradient of every received differentiable value, contiguous: zeros if the value does not influence
         the loss. With ``defer_weights``, gradients of weights that can wait are left to ``backward_weight``.
         """
-        whole, number = micro_batch // self._slices, micro_batch % self._slices
+        whole, computation = self._at(micro_batch)
         if self._loss is not None:
             of_loss = torch.full_like(self._last_loss, self._loss_weight * self._loss_scale.value)
             gradients = {**gradients, self._loss: [*gradients.get(self._loss, ()), of_loss]}
-        sent_back = self._computations[number].backward(whole, gradients, defer_weights=defer_weights)
+        sent_back = computation.backward(whole, gradients, defer_weights=defer_weights)
         if self._deferred is not None:
             self._weight_work[micro_batch] = self._deferred.take()
-        if self._earlier is not None and not number:
-            self._earlier.end(whole)
+        if self._slices > 1 and computation is self._computations[0]:
+            self._earlier.end()
         if not defer_weights:
             self.backward_weight(micro_batch)
         return sent_back
@@ -130,6 +126,11 @@ class StageModule:
                 for each in work:
                     each()
         self.weights.end(micro_batch // self._slices)
+
+    def _at(self, micro_batch: int) -> tuple[int, Computation]:
+        """The whole micro-batch of slice ``micro_batch``, and what computes the slice."""
+        self._earlier.micro_batch = whole = micro_batch // self._slices
+        return whole, self._computations[micro_batch % self._slices]
 
     def warm_up(self, graph: Graph, device: torch.device) -> None:
         """Run a micro-batch of zeros on copies of the state, so that all code is compiled. Changes nothing.

@@ -23,11 +23,12 @@ from auto3d.errors import InputError
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
-from auto3d.runtime.build_stage import build_stage
+from auto3d.runtime.layout import terms_of_slice
 from auto3d.runtime.lockstep import Lockstep, LockstepGroup
 from auto3d.runtime.low_precision import with_copies
 from auto3d.runtime.randomness import Randomness, SeededOperation
-from auto3d.runtime.stage_program import ProgramOfStage, segment_program
+from auto3d.runtime.stage import Tensors
+from auto3d.runtime.stage_program import segment_program
 from auto3d.runtime.tensor_group import ConversionModule, TensorGroup, TensorParallelRank
 from auto3d.runtime.verify import (
     Computed,
@@ -41,7 +42,6 @@ from auto3d.runtime.verify_slices import run_slices, run_whole
 from auto3d.tensor.collectives import CONVERSION_BETWEEN, conversion_of, split_of
 from auto3d.tensor_placement import WHOLE, PlacementKind, TensorPlacement
 
-Tensors = Mapping[str, torch.Tensor]
 _MAGNIFIED = 100  # times the bound: what rounding may reach before losses are other ones than those of one process
 _FLOAT64 = 1e-3  # bounds in float64, relative to float32's: far above its rounding, far below a wrong placement
 
@@ -91,7 +91,8 @@ def _computed(
     if wide:
         batch = {name: _widened(value) for name, value in batch.items()}
     state, in_slices = _state_of(model.whole, tensors, device, wide=wide), model.share.slices > 1
-    whole = run_whole(model.whole, state, batch, device) if in_slices else _run(model.whole, state, batch, device)
+    terms = terms_of_slice(model.whole, 1).counted if in_slices else ()
+    whole = run_whole(model.whole, state, batch, device, terms=terms)
     run = partial(_run_shard, model, tensors, batch, device, wide)
     return Lockstep[Computed](model.share.tp).run(run), whole
 
@@ -146,26 +147,7 @@ def _run_shard(
     of_shard = _DrawnTogether(model=model, group=group)
     if model.share.slices > 1:
         return run_slices(model, state, batch, device, of_shard)
-    return _run(model.program, state, batch, device, of_shard)
-
-
-def _run(
-    captured: CapturedModel,
-    state: Tensors,
-    batch: Tensors,
-    device: torch.device,
-    tensor: TensorParallelRank | None = None,
-) -> Computed:
-    (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
-    programs = [ProgramOfStage(stage, captured, tensor)]
-    running = build_stage(programs, state, loss_weight=1.0, randomness=randomness_of_one(device), device=device)
-    running.forward(0, {}, {name: value.clone() for name, value in batch.items()})
-    running.backward(0, {})
-    return Computed(
-        running.losses[0],
-        {name: state[name].grad for name in sorted(captured.graph.trained)},
-        {name: state[name] for name in sorted(captured.graph.written_buffers)},
-    )
+    return run_whole(model.program, state, batch, device, of_shard)
 
 
 def _difference(model: Derived, outcomes: list[Computed], whole: Computed, wider: float) -> Difference | str | None:

@@ -4,10 +4,11 @@ This finds a slice that does not compute its part of the whole, whatever rule ma
 the same weights and data.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 
+from auto3d.capture.loss_terms import TargetTerm
 from auto3d.capture.model import CapturedModel
 from auto3d.data import DataSettings
 from auto3d.derived.model import Derived
@@ -17,7 +18,7 @@ from auto3d.plan import stages_between
 from auto3d.runtime.build_stage import build_stage
 from auto3d.runtime.earlier_slices import programs_of_slices
 from auto3d.runtime.layout import stages_of_slices, terms_of_slice
-from auto3d.runtime.stage import StageModule
+from auto3d.runtime.stage import Tensors
 from auto3d.runtime.stage_program import DerivedProgram, ProgramOfStage
 from auto3d.runtime.verify import Computed, built_state, coarseness_of, one_batch, randomness_of_one
 
@@ -36,7 +37,9 @@ def check_slices(model: Derived, data: DataSettings, *, seed: int, device: torch
         torch.manual_seed(seed)
         state = built_state(model.whole, device)
         batch = one_batch(model.whole, data, seed=seed, device=device)
-        whole, slices = run_whole(model.whole, state, batch, device), run_slices(model, state, batch, device)
+        terms = terms_of_slice(model.whole, 1).counted
+        whole = run_whole(model.whole, _copied(state), batch, device, terms=terms)
+        slices = run_slices(model, _copied(state), batch, device)
         wider = coarseness_of(model.whole)
         if (difference := slices.difference(whole, dict.fromkeys(whole.gradients, wider))) is not None:
             raise SlicesDifferError(
@@ -46,57 +49,47 @@ def check_slices(model: Derived, data: DataSettings, *, seed: int, device: torch
 
 
 def run_whole(
-    captured: CapturedModel, state: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor], device: torch.device
+    captured: CapturedModel,
+    state: Tensors,
+    batch: Tensors,
+    device: torch.device,
+    derived: DerivedProgram | None = None,
+    terms: Sequence[TargetTerm] = (),
 ) -> Computed:
-    """What ``captured`` computes of ``batch`` with copies of ``state``."""
-    state = _copied(state)
+    """What ``captured`` computes of ``batch`` with ``state``; ``derived`` runs the operators that it has of its own."""
     (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
-    running = build_stage(
-        [ProgramOfStage(stage, captured)],
-        state,
-        loss_weight=1.0,
-        randomness=randomness_of_one(device),
-        device=device,
-        terms=terms_of_slice(captured, 1).counted,
-    )
-    return _computed(running, 1, state, batch)
+    return _computed([ProgramOfStage(stage, captured, derived)], state, batch, device, terms)
 
 
 def run_slices(
-    model: Derived,
-    state: Mapping[str, torch.Tensor],
-    batch: Mapping[str, torch.Tensor],
-    device: torch.device,
-    of_shard: DerivedProgram | None = None,
+    model: Derived, state: Tensors, batch: Tensors, device: torch.device, of_shard: DerivedProgram | None = None
 ) -> Computed:
     """What the slices of ``model`` compute together; ``of_shard`` is the field of SliceOfStage."""
-    state = _copied(state)
-    everything = stages_between([0, len(model.whole.graph.nodes)])
-    running = build_stage(
-        programs_of_slices(model, [stage for (stage,) in stages_of_slices(model, everything)], of_shard),
-        state,
-        loss_weight=1 / model.share.slices,
-        randomness=randomness_of_one(device),
-        device=device,
-        terms=terms_of_slice(model.whole, model.share.slices).counted,
-    )
-    return _computed(running, model.share.slices, state, batch)
+    stages = [stage for (stage,) in stages_of_slices(model, stages_between([0, len(model.whole.graph.nodes)]))]
+    terms = terms_of_slice(model.whole, model.share.slices).counted
+    return _computed(programs_of_slices(model, stages, of_shard), state, batch, device, terms)
 
 
-def _copied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _copied(state: Tensors) -> Tensors:
     return {name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in state.items()}
 
 
 def _computed(
-    running: StageModule,
-    slices: int,
-    state: Mapping[str, torch.Tensor],
-    batch: Mapping[str, torch.Tensor],
+    programs: Sequence[ProgramOfStage],
+    state: Tensors,
+    batch: Tensors,
+    device: torch.device,
+    terms: Sequence[TargetTerm],
 ) -> Computed:
-    """What the forwards of all ``slices``, and then their backwards, give."""
-    for number in range(slices):
+    """What the forwards of all ``programs`` of one stage, and then their backwards, give."""
+    weight, randomness, graph = 1 / len(programs), randomness_of_one(device), programs[-1].captured.graph
+    running = build_stage(programs, state, loss_weight=weight, randomness=randomness, device=device, terms=terms)
+    for number in range(len(programs)):
         running.forward(number, {}, {name: value.clone() for name, value in batch.items()})
-    for number in reversed(range(slices)):
+    for number in reversed(range(len(programs))):
         running.backward(number, {})
-    losses = torch.stack([running.losses[number] for number in range(slices)])
-    return Computed(losses.sum(), {name: each.grad for name, each in state.items() if each.requires_grad}, {})
+    return Computed(
+        torch.stack([running.losses[number] for number in range(len(programs))]).sum(),
+        {name: state[name].grad for name in sorted(graph.trained)},
+        {name: state[name] for name in sorted(graph.written_buffers)},
+    )

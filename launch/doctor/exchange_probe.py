@@ -8,7 +8,7 @@ posted too early, or a send is stuck behind it in a hardware queue, this wait ne
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isclose
@@ -29,7 +29,7 @@ from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.stage import StageModule
+from auto3d.runtime.stage import Gradients, StageModule, Tensors
 from auto3d.runtime.target_counts import TargetCounts
 from auto3d.runtime.totals import Totals
 from auto3d.runtime.waiting import waiting_for
@@ -281,21 +281,13 @@ class _FakeComputation:
     def as_stage(self) -> StageModule:
         return StageModule(self._stage, [self], WeightVersions({}, several=False))
 
-    def forward(
-        self,
-        micro_batch: int,
-        state: Mapping[str, torch.Tensor],
-        received: Mapping[str, torch.Tensor],
-        inputs: Mapping[str, torch.Tensor],
-    ) -> dict[str, torch.Tensor]:
-        for name, tensor in received.items():
+    def forward(self, micro_batch: int, state: Tensors, taken: Tensors) -> Tensors:
+        for name, tensor in taken.items():
             self._receipts.note(self._name("the activations", name, micro_batch), tensor)
         self._load.run(1)
         return self._tensors("the activations", self._stage.sent, micro_batch)
 
-    def backward(
-        self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]], *, defer_weights: bool
-    ) -> dict[str, torch.Tensor]:
+    def backward(self, micro_batch: int, gradients: Gradients, *, defer_weights: bool) -> dict[str, torch.Tensor]:
         for name, tensors in gradients.items():
             for tensor in tensors:
                 self._receipts.note(self._name("the gradients", name, micro_batch), tensor)

@@ -195,8 +195,8 @@ def test_scores_behind_a_mask_of_the_model_count_once():
 
 
 def test_a_gradient_of_earlier_keys_that_is_lost_is_found(monkeypatch):
-    def forgetful(self, micro_batch, name, dim, number, gradient):
-        values = self._values[micro_batch][name]
+    def forgetful(self, name, dim, number, gradient):
+        values = self._values[self.micro_batch][name]
         return gradient.split([value.shape[dim] for value in values[: number + 1]], dim)[number]
 
     monkeypatch.setattr(EarlierSlices, "sum_gradients", forgetful)
@@ -224,9 +224,9 @@ def test_places_of_another_slice_are_found(monkeypatch):
 
 def test_a_later_slice_does_not_run_before_an_earlier_one():
     earlier = EarlierSlices()
-    earlier.keep(0, "keys", 0, torch.ones(1))
+    earlier.keep("keys", 0, torch.ones(1))
     with pytest.raises(AssertionError, match="slice 2 runs before one that it needs"):
-        earlier.keep(0, "keys", 2, torch.ones(1))
+        earlier.keep("keys", 2, torch.ones(1))
 
 
 @pytest.mark.parametrize("is_float", [False, True])
