@@ -15,6 +15,7 @@ class Share:
 
     @property
     def divides_sequence(self) -> bool:
+        """Whether ranks, or turns, take parts of the sequence."""
         return self.sequence_parallel or self.slices > 1
 
     @property

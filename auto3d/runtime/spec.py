@@ -38,6 +38,8 @@ def _operators(model: Derived, placed: Placed) -> Iterator[str]:
     pinned = {placeholder: model.split.get(name) for placeholder, name in names.items()}
     for operation in operations_of(model.whole, model.share, pinned=pinned):
         call = operation.call
+        if not call.result_nodes:
+            continue
         results = {call.number_of(node): local[node.name] for node in call.result_nodes}
         made = local.get(call.node.name) or operands_of(next(iter(results.values())))[0]  # a tuple has no placement
         needs, gives = list(_needs(made, placed)), {number: placed[node] for number, node in results.items()}
@@ -140,4 +142,4 @@ SPEC: dict[str, Broken] = {
     "no partial value leaves a stage": _partial,
     "all ranks of a communicator run the same there, in the same order": _orders,
 }
-"""What must be so -> the places of a plan where it is not, in words."""
+"""What must hold -> the places of a plan where it does not, in words."""

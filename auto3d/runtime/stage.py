@@ -38,8 +38,7 @@ class Computation(Protocol):
     def backward(self, micro_batch: int, gradients: Gradients, *, defer_weights: bool) -> dict[str, torch.Tensor]:
         """Run the backward of ``micro_batch``; arguments and result are those of ``StageModule.backward``.
 
-        ``gradients`` has that of the loss, too. What it leaves to ``StageModule.backward_weight``, it adds to the
-        ``deferred`` of the stage.
+        ``gradients`` has the loss's, too. Work for ``StageModule.backward_weight`` goes to the stage's ``deferred``.
         """
 
 
@@ -75,7 +74,7 @@ class StageModule:
         self._computations = computations
         self._slices = len(computations)
         self._loss = loss
-        self._last_loss = torch.tensor(0.0)  # that of the last forward, whose type is that of the gradient
+        self._last_loss = torch.tensor(0.0)  # loss of the last forward, like which its gradient is made
         self._loss_weight = loss_weight
         self._loss_scale = loss_scale or LossScale()
         self._deferred = deferred

@@ -41,14 +41,14 @@ class PlanAxis:
     is_degree: bool = False  # it decides, with the others of this kind, whether a plan fits the cluster and the batch
     bounds_time: bool = False  # the lower bound of a candidate's time depends on it
     bounds_memory: bool = False  # and the memory that a candidate is expected to need
-    saves_memory: bool = False  # yes, in place of no, makes a candidate need less
-    of_shards: bool = False  # it says how tensor-parallel ranks work, and without them every plan has its default
+    saves_memory: bool = False  # True in place of False saves memory
+    of_shards: bool = False  # the axis says how tensor-parallel ranks work; other plans have its default
     matters: Callable[["Candidate"], bool] = lambda candidate: True
     alike: Callable[[Sequence[Any]], Any] = lambda tried: tried[0]
     heading: str = ""  # the axis has a column under this heading in tables; empty: no column
     label: str | None = None  # stands before the value in the words for a plan; None: see ``unusual``
     unusual: str = ""  # the words for another value than the default, where only such a value is named; {} is the value
-    tag: str = ""  # the same in the name of a trial; empty: the name does not say it
+    tag: str = ""  # the words for such a value in the name of a trial; empty: none
 
 
 def _axis(**of: Any) -> Any:
@@ -261,7 +261,7 @@ OF_PLANS = tuple(name for name in AXES if _OF_PLAN.get(name) == TYPES[name])
 
 
 DEFAULTS_OF_SHARDS = {name: axis.default for name, axis in AXES.items() if axis.of_shards}
-"""What every plan has of these axes that has no tensor parallelism."""
+"""The values of these axes in every plan without tensor parallelism."""
 
 
 def degrees_of(candidate: Candidate) -> tuple:

@@ -266,7 +266,7 @@ class _SyntheticLoad:
 
 
 class _FakeComputation:
-    """It returns known tensors, and checks those that it receives."""
+    """Gives known tensors in place of computed ones, and checks those that it receives."""
 
     def __init__(
         self, stage: Stage, pipe: int, parameter: nn.Parameter, receipts: _Receipts, load: _SyntheticLoad

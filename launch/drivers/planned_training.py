@@ -50,7 +50,7 @@ class PlannedTraining:
 
 
 def check_spec(recipe: LoadedRecipe, plan_file: str | None, console: Console) -> dict[str, list[str]]:
-    """What programs of the training's plan must be -> the places where they are not (``auto3d.runtime.spec``)."""
+    """What must hold in the programs of the training's plan -> the places that break it (``auto3d.runtime.spec``)."""
     training = plan_training(recipe, plan_file, console)
     common = lay_out_plan(training.capture(), training.plan, training.settings)
     return {says: list(broken(common)) for says, broken in SPEC.items()}
