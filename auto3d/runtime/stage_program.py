@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from auto3d.capture.autocast import copy_name
 from auto3d.capture.describe import is_random
 from auto3d.capture.model import CapturedModel
+from auto3d.derived.model import Derived
 from auto3d.partition.segment import Segment
 from auto3d.partition.stage import Stage
 from auto3d.runtime.compiled import compiled
@@ -25,18 +26,11 @@ from auto3d.runtime.weight_gradients import DeferredGradients, split_operation
 _USE_OF_COPY = "use_of_copy"
 
 
-class DerivedModel(Protocol):
-    """A model of which a captured program runs a part."""
-
-    @property
-    def whole(self) -> CapturedModel: ...
-
-
 class DerivedProgram(Protocol):
     """Runs the operators that a program has besides those of the model that it was derived from."""
 
     @property
-    def model(self) -> DerivedModel: ...
+    def model(self) -> Derived: ...
 
     def module_of(self, node: fx.Node, number: int, randomness: Randomness) -> nn.Module | None:
         """The module that replaces ``node``, operation ``number`` of the whole model; None if it runs as it is."""

@@ -5,7 +5,6 @@ from functools import partial
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
-from typing import Protocol
 
 import torch
 
@@ -27,19 +26,7 @@ Load = Callable[[], dict[str, torch.Tensor]]
 Seconds = tuple[float, float, float]  # one repetition's forward, backward and weight half of a split backward
 
 
-class TimedSubgraph(Protocol):
-    """A subgraph that can be timed."""
-
-    def forward(self) -> None: ...
-
-    def backward(self) -> None: ...
-
-    def backward_input(self) -> None: ...
-
-    def backward_weight(self) -> None: ...
-
-
-def time_subgraph(whole: TimedSubgraph, split: TimedSubgraph, clock: Clock) -> list[Seconds]:
+def time_subgraph(whole: "SubgraphRun", split: "SubgraphRun", clock: Clock) -> list[Seconds]:
     """Times of one round of repetitions, after an unmeasured one; ``split`` is the same subgraph with split backward.
 
     On a GPU many repetitions are queued, with events between their parts, and then waited for together. All run on one
@@ -49,7 +36,7 @@ def time_subgraph(whole: TimedSubgraph, split: TimedSubgraph, clock: Clock) -> l
     return [(forward, backward, weight) for forward, backward, _, weight in _times(parts, clock)]
 
 
-def time_passes(whole: TimedSubgraph, clock: Clock) -> list[tuple[float, float]]:
+def time_passes(whole: "SubgraphRun", clock: Clock) -> list[tuple[float, float]]:
     """As ``time_subgraph``, without a split backward: seconds of each repetition's forward and backward."""
     return [(forward, backward) for forward, backward in _times(((whole.forward,), (whole.backward,)), clock)]
 
