@@ -14,11 +14,6 @@ class Share:
     slice_number: int = 0
 
     @property
-    def divides_sequence(self) -> bool:
-        """Whether ranks, or turns, take parts of the sequence."""
-        return self.sequence_parallel or self.slices > 1
-
-    @property
     def of_any_slice(self) -> "Share":
         """The share, whichever slice it is of."""
         return replace(self, slice_number=0)

@@ -134,7 +134,6 @@ class RealBackend:
                 state,
                 loss_weight=layout.loss_weight,
                 randomness=randomness,
-                device=self.device,
                 recompute=number in schedule.recompute,
                 kept=layout.plan.stages[number].kept,
                 split_backward=number in split,

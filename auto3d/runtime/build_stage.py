@@ -28,7 +28,6 @@ def build_stage(
     *,
     loss_weight: float,
     randomness: Randomness,
-    device: torch.device,
     recompute: bool = False,
     kept: Sequence[tuple[int, int]] = (),
     split_backward: bool = False,
@@ -39,9 +38,9 @@ def build_stage(
 ) -> StageModule:
     """The stage that has one of ``programs``, or one for each slice of the sequence.
 
-    ``tensors`` contains its state by name, on ``device``; the parameters collect gradients in their ``.grad``. With
-    ``old_weights``, all gradients are added to the ``.grad`` that exists now. Those of the ``terms`` of the loss that
-    the stage computes are weighted by their number of targets.
+    ``tensors`` has its state by name; the parameters collect gradients in their ``.grad``, with ``old_weights`` in the
+    one that exists now. Those of the ``terms`` of the loss that the stage computes are weighted by their number of
+    targets.
 
     A stage with ``recompute`` keeps only the activations of the operations in ``kept`` (ranges of positions), its
     inputs and received values, and the values that pass between kept and dropped operations. With ``split_backward``
@@ -59,7 +58,6 @@ def build_stage(
         computation_of(
             program,
             randomness=randomness,
-            device=device,
             halves=halves,
             kept=kept if recompute else None,
             deferred=deferred,
@@ -91,7 +89,6 @@ def computation_of(
     program: ProgramOfStage,
     *,
     randomness: Randomness,
-    device: torch.device,
     halves: bool = False,
     kept: Sequence[tuple[int, int]] | None = None,
     deferred: DeferredGradients | None = None,
@@ -108,12 +105,11 @@ def computation_of(
         segment_program,
         captured=program.captured,
         randomness=randomness,
-        device=device,
         deferred=deferred,
         derived=program.derived,
         targets=targets,
         **options,
     )
     if halves:
-        return HalvesComputation(program, divided, program_of, randomness=randomness, targets=targets, device=device)
+        return HalvesComputation(program, divided, program_of, randomness=randomness, targets=targets)
     return SegmentComputation(program, divided, program_of, randomness=randomness, targets=targets)

@@ -184,7 +184,6 @@ class _Evaluation:
             pipe_stage: computation_of(
                 ProgramOfStage(stage, layout.captured, tensor),
                 randomness=randomness,
-                device=rank.device,
                 terms=layout.target_terms if loss else (),
             )
             for pipe_stage, stage in layout.stages.items()

@@ -143,14 +143,12 @@ class HalvesComputation:
         *,
         randomness: Randomness,
         targets: TargetCounts,
-        device: torch.device,
     ) -> None:
         self.targets = targets
         stage, captured, rank = program.stage, program.captured, program.derived
         assert isinstance(rank, TensorParallelRank)
         self._received = [transfer.value.name for transfer in stage.received if transfer.value.differentiable]
         self._randomness = randomness
-        self._device = device
         nodes = {node.name: node for node in captured.exported.program.nodes}
         self._with_gradient = values_with_gradient(captured.exported.program)
         self._value_of = {name: node.meta.get("val") for name, node in nodes.items()}
@@ -233,7 +231,7 @@ class HalvesComputation:
         for name in self._received:
             of_value, like = given.take(name), self._value_of[name]
             if of_value is None:
-                of_value = torch.zeros(like.shape, dtype=like.dtype, device=self._device)
+                of_value = torch.zeros(like.shape, dtype=like.dtype, device=self._randomness.device)
             sent_back[name] = of_value.contiguous()
         return sent_back
 

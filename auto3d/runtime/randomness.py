@@ -35,6 +35,7 @@ class Randomness:
     ) -> None:
         self.iteration = 0  # first iteration of the program that runs
         self.micro_batch = 0  # the current one, numbered within the program
+        self.device = device
         self._seed = seed
         self._first_micro_batch = first_micro_batch
         self._micro_batches = micro_batches

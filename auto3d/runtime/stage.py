@@ -132,10 +132,7 @@ class StageModule:
         return whole, self._computations[micro_batch % self._slices]
 
     def warm_up(self, graph: Graph, device: torch.device) -> None:
-        """Run a micro-batch of zeros on copies of the state, so that all code is compiled. Changes nothing.
-
-        The stage is a part of ``graph``.
-        """
+        """Run zeros as a micro-batch of ``graph`` on copies of the state, to compile all code. Changes nothing."""
 
         def zeros(value: Value) -> torch.Tensor:
             return torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=device)

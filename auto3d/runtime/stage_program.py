@@ -50,8 +50,7 @@ def segment_program(
     captured: CapturedModel,
     *,
     randomness: Randomness,
-    device: torch.device,
-    deferred: DeferredGradients | None,
+    deferred: DeferredGradients | None = None,
     per_user: Collection[str] = (),
     derived: DerivedProgram | None = None,
     targets: TargetCounts | None = None,
@@ -121,7 +120,7 @@ def segment_program(
             continue
         known = ChainMap(env_of.get(node, {}), env)
         copy = graph.node_copy(node, known.__getitem__)
-        copy.args, copy.kwargs = _on_device((copy.args, copy.kwargs), device)
+        copy.args, copy.kwargs = _on_device((copy.args, copy.kwargs), randomness.device)
         parameters = {  # placeholder of a copy in low precision -> that of its parameter
             env[used]: known[parameter_of[used]]
             for used in node.all_input_nodes

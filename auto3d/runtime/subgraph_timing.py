@@ -116,7 +116,6 @@ class SubgraphRun:
             state,
             loss_weight=1.0,
             randomness=Randomness(0, first_micro_batch=0, micro_batches=1, device=device),
-            device=device,
             split_backward=split,
         )
         self._state = {state[name].untyped_storage().data_ptr() for name in stage.state}

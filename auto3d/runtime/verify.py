@@ -30,7 +30,8 @@ from auto3d.plan import stages_between
 from auto3d.runtime.build_stage import build_stage
 from auto3d.runtime.low_precision import with_copies
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage_program import ProgramOfStage, segment_program
+from auto3d.runtime.stage import Tensors
+from auto3d.runtime.stage_program import DerivedProgram, ProgramOfStage, segment_program
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-7  # the bounds of the parity tests, for float32
 _QUESTIONS_NAMED = 3  # how many lines that ask whether they are traced an error names
@@ -201,8 +202,8 @@ def _run_program(
     captured: CapturedModel, model: nn.Module, batch: Mapping[str, torch.Tensor], device: torch.device
 ) -> Computed:
     tensors = _tensors(captured, model, device)
-    whole = ProgramOfStage(_whole(captured), captured)
-    stage = build_stage([whole], tensors, loss_weight=1.0, randomness=randomness_of_one(device), device=device)
+    whole = ProgramOfStage(whole_stage(captured), captured)
+    stage = build_stage([whole], tensors, loss_weight=1.0, randomness=randomness_of_one(device))
     with _SeededDraws():
         stage.forward(0, {}, {name: value.clone() for name, value in batch.items()})
     stage.backward(0, {})
@@ -229,7 +230,8 @@ def built_state(captured: CapturedModel, device: torch.device) -> dict[str, torc
     return _tensors(captured, moved(captured.exported.build(), device), device)
 
 
-def _whole(captured: CapturedModel) -> Stage:
+def whole_stage(captured: CapturedModel) -> Stage:
+    """All of the program as one stage."""
     (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
     return stage
 
@@ -302,26 +304,26 @@ def _values_by_module(
     captured: CapturedModel, model: nn.Module, batch: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, list[torch.Tensor]]:
     """The values that each module's operations compute in the program, by the path of the module."""
-    stage = _whole(captured)
-    (segment,) = segments(captured.graph, stage, [(0, len(captured.graph.nodes))])
-    program, state, given = segment_program(
-        segment, captured, randomness=randomness_of_one(device), device=device, deferred=None
-    )
     made: dict[str, list[torch.Tensor]] = {}
-
-    class Recording(fx.Interpreter):
-        def run_node(self, node: fx.Node) -> Any:
-            value = super().run_node(node)
-            for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-                made.setdefault(path, []).extend(leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-            return value
-
-    tensors = with_copies(_tensors(captured, model, device), captured)
-    with torch.no_grad(), _SeededDraws():
-        Recording(program, garbage_collect_values=False).run(
-            *(tensors[name] for name in state), *(batch[name].clone() for name in given)
-        )
+    with _SeededDraws():
+        values = values_of(captured, _tensors(captured, model, device), batch, device)
+    for node, value in values.items():
+        for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+            made.setdefault(path, []).extend(leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
     return made
+
+
+def values_of(
+    captured: CapturedModel, state: Tensors, batch: Tensors, device: torch.device, derived: DerivedProgram | None = None
+) -> dict[fx.Node, Any]:
+    """What each node of the program computes; ``derived`` runs the operators that the program has of its own."""
+    (segment,) = segments(captured.graph, whole_stage(captured), [(0, len(captured.graph.nodes))])
+    randomness = randomness_of_one(device)
+    program, names, given = segment_program(segment, captured, randomness=randomness, derived=derived)
+    interpreter, state = fx.Interpreter(program, garbage_collect_values=False), with_copies(state, captured)
+    with torch.no_grad():
+        interpreter.run(*(state[name] for name in names), *(batch[name].clone() for name in given))
+    return interpreter.env
 
 
 def _place_of(module: nn.Module) -> str:

@@ -20,15 +20,10 @@ from auto3d.data import DataSettings
 from auto3d.derived.dropout_mask import DROPOUT_MASK
 from auto3d.derived.model import Derived
 from auto3d.errors import InputError
-from auto3d.partition.segment import segments
-from auto3d.partition.stage import cut
-from auto3d.plan import stages_between
 from auto3d.runtime.layout import terms_of_slice
 from auto3d.runtime.lockstep import Lockstep, LockstepGroup
-from auto3d.runtime.low_precision import with_copies
 from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.stage import Tensors
-from auto3d.runtime.stage_program import segment_program
 from auto3d.runtime.tensor_group import ConversionModule, TensorGroup, TensorParallelRank
 from auto3d.runtime.verify import (
     Computed,
@@ -36,7 +31,7 @@ from auto3d.runtime.verify import (
     coarseness_of,
     difference_of,
     one_batch,
-    randomness_of_one,
+    values_of,
 )
 from auto3d.runtime.verify_slices import run_slices, run_whole
 from auto3d.tensor.collectives import CONVERSION_BETWEEN, conversion_of, split_of
@@ -281,11 +276,11 @@ def _first_value_that_differs(model: Derived, tensors: Tensors, batch: Tensors, 
     """``, first in NAME (OPERATOR)``, the first value of the whole program that the shards do not have; or ""."""
     expected = _values(model.whole, _state_of(model.whole, tensors, device), batch, device, None)
 
-    def run(group: LockstepGroup) -> dict[str, torch.Tensor]:
+    def run(group: LockstepGroup) -> Tensors:
         state = _state_of(model.program, _shards_of(model, tensors, group.shard), device)
         return _values(model.program, state, batch, device, _DrawnTogether(model=model, group=group))
 
-    shards = Lockstep[dict[str, torch.Tensor]](model.share.tp).run(run)
+    shards = Lockstep[Tensors](model.share.tp).run(run)
     wider = coarseness_of(model.whole)
     masks = {node.name for node in model.program.exported.program.nodes if node.target is DROPOUT_MASK}
     for node in model.whole.exported.program.nodes:
@@ -299,30 +294,8 @@ def _first_value_that_differs(model: Derived, tensors: Tensors, batch: Tensors, 
 
 
 def _values(
-    captured: CapturedModel,
-    state: Tensors,
-    batch: Tensors,
-    device: torch.device,
-    tensor: TensorParallelRank | None,
-) -> dict[str, torch.Tensor]:
+    captured: CapturedModel, state: Tensors, batch: Tensors, device: torch.device, tensor: TensorParallelRank | None
+) -> Tensors:
     """The values that the program computes, by name."""
-    (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
-    (segment,) = segments(captured.graph, stage, [(0, len(captured.graph.nodes))])
-    program, names, given = segment_program(
-        segment, captured, randomness=randomness_of_one(device), device=device, deferred=None, derived=tensor
-    )
-    made: dict[str, torch.Tensor] = {}
-
-    class Recorder(fx.Interpreter):
-        def run_node(self, node: fx.Node) -> Any:
-            value = super().run_node(node)
-            if isinstance(value, torch.Tensor):
-                made[node.name] = value
-            return value
-
-    state = with_copies(state, captured)
-    with torch.no_grad():
-        Recorder(program, garbage_collect_values=False).run(
-            *(state[name] for name in names), *(batch[name].clone() for name in given)
-        )
-    return made
+    values = values_of(captured, state, batch, device, tensor)
+    return {node.name: value for node, value in values.items() if isinstance(value, torch.Tensor)}

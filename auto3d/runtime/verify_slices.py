@@ -13,14 +13,13 @@ from auto3d.capture.model import CapturedModel
 from auto3d.data import DataSettings
 from auto3d.derived.model import Derived
 from auto3d.errors import InputError
-from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
 from auto3d.runtime.build_stage import build_stage
 from auto3d.runtime.earlier_slices import programs_of_slices
 from auto3d.runtime.layout import stages_of_slices, terms_of_slice
 from auto3d.runtime.stage import Tensors
 from auto3d.runtime.stage_program import DerivedProgram, ProgramOfStage
-from auto3d.runtime.verify import Computed, built_state, coarseness_of, one_batch, randomness_of_one
+from auto3d.runtime.verify import Computed, built_state, coarseness_of, one_batch, randomness_of_one, whole_stage
 
 
 class SlicesDifferError(InputError):
@@ -57,8 +56,7 @@ def run_whole(
     terms: Sequence[TargetTerm] = (),
 ) -> Computed:
     """What ``captured`` computes of ``batch`` with ``state``; ``derived`` runs the operators that it has of its own."""
-    (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
-    return _computed([ProgramOfStage(stage, captured, derived)], state, batch, device, terms)
+    return _computed([ProgramOfStage(whole_stage(captured), captured, derived)], state, batch, device, terms)
 
 
 def run_slices(
@@ -83,7 +81,7 @@ def _computed(
 ) -> Computed:
     """What the forwards of all ``programs`` of one stage, and then their backwards, give."""
     weight, randomness, graph = 1 / len(programs), randomness_of_one(device), programs[-1].captured.graph
-    running = build_stage(programs, state, loss_weight=weight, randomness=randomness, device=device, terms=terms)
+    running = build_stage(programs, state, loss_weight=weight, randomness=randomness, terms=terms)
     for number in range(len(programs)):
         running.forward(number, {}, {name: value.clone() for name, value in batch.items()})
     for number in reversed(range(len(programs))):

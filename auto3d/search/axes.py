@@ -52,6 +52,8 @@ class PlanAxis:
 
 
 def _axis(**of: Any) -> Any:
+    if of.get("of_shards"):
+        of |= {"matters": lambda candidate: candidate.tp > 1, "alike": lambda tried: of["default"]}
     axis = PlanAxis(**of)
     return field(default=MISSING if axis.default is None else axis.default, metadata={"axis": axis})
 
@@ -202,8 +204,6 @@ class Candidate:
         bounds_memory=True,
         saves_memory=True,
         of_shards=True,
-        matters=lambda candidate: candidate.tp > 1,
-        alike=lambda tried: False,
         heading="sequence-\nparallel",
         unusual="sequence-parallel",
         tag="sp",
@@ -218,8 +218,6 @@ class Candidate:
         takes=tuple(TENSOR_OVERLAPS),
         bounds_time=True,
         of_shards=True,
-        matters=lambda candidate: candidate.tp > 1,
-        alike=lambda tried: NO_OVERLAP,
         heading="tensor\noverlap",
         unusual="{}",
         tag="{}",

@@ -14,7 +14,7 @@ from auto3d.search.make import PlanMaker
 from auto3d.search.planned_model import PlannedGraphs, PlannedModel
 from auto3d.search.search import Budget, Search
 from auto3d.search.space import Domain
-from auto3d.share import share_of
+from auto3d.share import Share, share_of
 from auto3d.words import counted
 from launch.model.candidates import check_memory_known, check_rules, task, updates_check
 from launch.model.capture_process import CaptureProcess
@@ -105,7 +105,7 @@ def _prepare(maker: PlanMaker, domain: Domain) -> None:
     maker.prepare(
         (samples, replace(share, slices=slices))
         for samples, share in shares
-        if not share.divides_sequence
+        if share == Share(tp=share.tp)
         for slices in _slices(domain)
     )
 

@@ -38,9 +38,7 @@ class CapturedStage(nn.Module):
             device=rank.device,
         )
         (segment,) = segments(graph, stage, [(0, len(graph.nodes))])
-        self._program, state, self._takes = segment_program(
-            segment, captured, randomness=self._randomness, device=rank.device, deferred=None
-        )
+        self._program, state, self._takes = segment_program(segment, captured, randomness=self._randomness)
         self._attributes = [attribute(name) for name in state]
         for name in state:
             tensor = tensors[name].to(rank.device)

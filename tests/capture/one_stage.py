@@ -41,7 +41,6 @@ def assert_equal_to_eager(
         {**tensors, **captured.exported.constants},
         loss_weight=1.0,
         randomness=Randomness(SEED, first_micro_batch=0, micro_batches=micro_batches, device=CPU),
-        device=CPU,
     )
     torch.manual_seed(SEED)
     module = build()

@@ -59,7 +59,6 @@ def test_saved_bytes_are_those_that_autograd_keeps(model, micro_batch_size):
         {**model_captured.exported.constants, **state},
         loss_weight=1.0,
         randomness=randomness,
-        device=cpu,
     )
     batches = Batches(data, seed=1, global_batch=8, micro_batch_size=micro_batch_size)
     batch = batches.micro_batch(0, 0, tuple(data.inputs))
@@ -166,7 +165,6 @@ def test_branches_on_the_batch_size_are_captured(size, used):
         dict(module.named_parameters()),
         loss_weight=1.0,
         randomness=randomness,
-        device=cpu,
     )
     running.forward(0, {}, {"x": x})
     assert running.losses[0] == module(x)

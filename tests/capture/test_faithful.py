@@ -120,7 +120,6 @@ def gradients_of_graph(model, build, x, cuts, **options):
             {**captured.exported.constants, **state},
             loss_weight=1.0,
             randomness=randomness,
-            device=CPU,
             **options,
         )
         for stage in cut(captured.graph, stages_between(bounds))

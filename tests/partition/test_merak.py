@@ -144,8 +144,7 @@ def run_in_sequence(model: CapturedModel, bounds: tuple[int, ...], module: torch
         parameter.grad = torch.zeros_like(parameter)
     randomness = Randomness(1, first_micro_batch=0, micro_batches=1, device=CPU)
     running = [
-        build_stage([ProgramOfStage(stage, model)], tensors, loss_weight=1.0, randomness=randomness, device=CPU)
-        for stage in stages
+        build_stage([ProgramOfStage(stage, model)], tensors, loss_weight=1.0, randomness=randomness) for stage in stages
     ]
     values: dict[str, torch.Tensor] = {}
     for stage in running:

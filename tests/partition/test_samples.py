@@ -42,7 +42,7 @@ def values_of(model: CapturedModel, module: nn.Module, inputs: dict[str, torch.T
     randomness = Randomness(1, first_micro_batch=0, micro_batches=1, device=CPU)
     (whole,) = segments(model.graph, stage, stages_between([0, len(model.graph.nodes)])[0].operations)
     whole = replace(whole, gives=tuple(names))
-    program, _, _ = segment_program(whole, model, randomness=randomness, device=CPU, deferred=None)
+    program, _, _ = segment_program(whole, model, randomness=randomness)
     tensors = {**model.exported.constants, **dict(module.named_buffers()), **dict(module.named_parameters())}
     with torch.no_grad():
         made = program(*(tensors[name] for name in whole.state), *(inputs[name] for name in whole.takes))

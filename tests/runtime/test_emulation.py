@@ -160,9 +160,7 @@ def test_messages_have_their_true_sizes(model):
     randomness = Randomness(1, first_micro_batch=0, micro_batches=1, device=CPU)
     pairs, values = [], {}
     for plan_stage, real, emulated in zip(plan_stages, real_stages, emulated_stages, strict=True):
-        running = build_stage(
-            [ProgramOfStage(real, model_captured)], tensors, loss_weight=1.0, randomness=randomness, device=CPU
-        )
+        running = build_stage([ProgramOfStage(real, model_captured)], tensors, loss_weight=1.0, randomness=randomness)
         passes = passes_of(plan_stage, real, None, costs, parts=1, recompute=False)
         loss = model_captured.graph.loss
         waiting = EmulatedComputation(

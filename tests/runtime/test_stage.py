@@ -40,7 +40,6 @@ def whole_model(model: str, **options: Any) -> tuple[StageModule, nn.Module, dic
         {**model_captured.exported.constants, **dict(module.named_buffers()), **parameters},
         loss_weight=1.0,
         randomness=Randomness(1, first_micro_batch=0, micro_batches=1, device=CPU),
-        device=CPU,
         **options,
     )
     running.weights.start({0: 0})

@@ -40,7 +40,6 @@ def losses(bounds: list[int]) -> tuple[float, dict[str, torch.Tensor]]:
             tensors,
             loss_weight=1.0,
             randomness=Randomness(1, first_micro_batch=0, micro_batches=1, device=CPU),
-            device=CPU,
         )
         for stage in cut(captured.graph, stages_between(bounds))
     ]

@@ -74,7 +74,6 @@ def train(
                 state,
                 loss_weight=0.5,
                 randomness=randomness,
-                device=CPU,
                 recompute=kept is not None,
                 kept=each.kept,
                 split_backward=split_backward,
