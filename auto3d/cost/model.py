@@ -105,7 +105,7 @@ class CostModel:
         self.stage_seconds = stage_seconds
         self._work = ModelWork(work_at, training)
         self.plan_memory = PlanMemory(self._work, training)
-        self._stage_times = StageTimes(self._work, times_at)
+        self._stage_times = StageTimes(self._work, times_at, hides_collectives=training.times.hides_collectives)
         self._messages = StageMessages(cluster, self._work, training)
         self._has_handling = any(any(node.handling) for node in cluster.nodes)
         self._has_slowdown = any(node.slowdown for node in cluster.nodes)
@@ -245,7 +245,16 @@ class CostModel:
             passes.append([self._pass_times(stage, recompute, share, accelerator, link, *sizes) for share in shares])
             group = plan.meshes[home[0]].at(tensor=0)
             update.append(
-                update_s(self._work, self.training, plan, stage, accelerator=accelerator, group=group, traffic=traffic)
+                update_s(
+                    self._work,
+                    self.training,
+                    plan,
+                    stage,
+                    accelerator=accelerator,
+                    group=group,
+                    traffic=traffic,
+                    forward=sum(one.forward for one in passes[-1]),
+                )
             )
         forward = [[one.forward for one in each] for each in passes]
         backward = [[one.backward for one in each] for each in passes]

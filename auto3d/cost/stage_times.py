@@ -18,8 +18,8 @@ class StageTimes:
     The plans of a search have many stages in common, so results are kept.
     """
 
-    def __init__(self, work: ModelWork, times_at: TimesOf | None) -> None:
-        self._work = work
+    def __init__(self, work: ModelWork, times_at: TimesOf | None, *, hides_collectives: bool = False) -> None:
+        self._work, self._hides_collectives = work, hides_collectives
         self._times = lru_cache(None)(
             times_at or (lambda samples, accelerator, share: times_of(work.work_at(samples, share), accelerator))
         )
@@ -47,7 +47,8 @@ class StageTimes:
             exchanged = np.zeros((2, len(cuts) - 1))
             if link is not None:
                 exchanged = np.diff(self._collectives(samples, share, link)[:, positions])
-            return np.maximum(times[0] + exchanged[0], times[1]), np.maximum(times[2] + exchanged[1], times[3])
+            busy = self._busy(times[0], exchanged[0], share), self._busy(times[2], exchanged[1], share)
+            return np.maximum(busy[0], times[1]), np.maximum(busy[1], times[3])
 
         positions = np.array(cuts)
         forward, backward = passes(positions)
@@ -83,9 +84,15 @@ class StageTimes:
         if link is not None:
             table = self._collectives(samples, share, link)
             exchanged = sum((table[:, last] - table[:, first] for first, last in operations), start=exchanged)
-        forward = max(float(total[0] + exchanged[0]), float(total[1]))
-        backward = max(float(total[2] + exchanged[1]), float(total[3]))
+        forward = max(float(self._busy(total[0], exchanged[0], share)), float(total[1]))
+        backward = max(float(self._busy(total[2], exchanged[1], share)), float(total[3]))
         return forward, backward, float(total[4])
+
+    def _busy(self, compute: np.ndarray, exchanged: np.ndarray, share: Share) -> np.ndarray:
+        """Seconds of passes with so many of compute and of collectives: their sum, unless the system hides these."""
+        if not self._hides_collectives:
+            return compute + exchanged
+        return np.maximum(compute + exchanged / share.tp, exchanged)
 
     def _segments(
         self,

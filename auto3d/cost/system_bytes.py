@@ -42,6 +42,12 @@ def system_bytes(graph: Graph, system: System, float_bytes: float) -> SystemByte
     return _Reader(graph, system, float_bytes).bytes()
 
 
+def norms_of(graph: Graph) -> list[list[int]]:
+    """The positions of each norm of ``graph`` that the model writes in several operations."""
+    regions = _Reader(graph, System(), STATISTIC_BYTES).regions()
+    return [region for region in regions if any(_name(graph.nodes[position]) in _STATISTICS for position in region)]
+
+
 class _Reader:
     def __init__(self, graph: Graph, system: System, float_bytes: float) -> None:
         self._graph, self._system, self._float_bytes = graph, system, float_bytes
@@ -142,7 +148,7 @@ class _Reader:
     def _inputs_of_fused_kernels(self) -> dict[int, tuple[str, ...]]:
         """Position of the first operation of each fused kernel -> values that the kernel saves; () for its others."""
         replaced: dict[int, tuple[str, ...]] = {}
-        for region in self._regions():
+        for region in self.regions():
             nodes = [self._graph.nodes[position] for position in region]
             made = {value.name for node in nodes for value in node.outputs}
             inside = {self.owner(name) for name in made}
@@ -155,7 +161,7 @@ class _Reader:
                 replaced |= dict.fromkeys(region, ()) | {region[0]: kept}
         return replaced
 
-    def _regions(self) -> list[list[int]]:
+    def regions(self) -> list[list[int]]:
         """Positions of pointwise operations and statistics that are connected by values, in order of the first.
 
         An addition of two values of the model ends a region: a residual is a tensor of its own.

@@ -23,6 +23,20 @@ class SystemTimes:
     where its softmax is several kernels; None: not counted, as it is one kernel."""
     loss_moved: tuple[float, float] | None = None
     """Bytes per logit that the forward and the backward of the cross-entropy move; None: one kernel each."""
+    eager_backward: float = 1.0
+    """Where attention is several kernels: FLOP/s of the products of a backward over those of a forward."""
+    hides_sharded_sums: bool = False
+    """Under ZeRO-1, the last backward hides the reduce-scatter, and the first forward the all-gather, but for the
+    parameters of a stage's first operation."""
+    hides_collectives: bool = False
+    """Tensor-parallel collectives are sent in pieces, one for each rank, while products compute on the others: the pass
+    hides all but a piece."""
+    launch_s: float | None = None
+    """Time between the launches of two operations. None, here and below: the figure of the device's file."""
+    collective_launch_s: float | None = None  # launch of a collective in a stage, for each other rank
+    crossing_launch_s: float | None = None  # the same where pipeline messages cross nodes
+    micro_batch_s: float | None = None  # host time for each pass of a micro-batch through a stage
+    iteration_s: float | None = None  # fixed time of each iteration
 
 
 OWN = SystemTimes()
@@ -41,6 +55,13 @@ NANOTRON_TIMES = SystemTimes(
     sync_in_backward=True,
     whole_update_bytes=16.0,
     loss_moved=(38.0, 14.0),
+    # The host's figures of nanotron 0.5, which launches from Python, fitted to iterations of LLaMA 1.34B on one node of
+    # H100 and, for pipelines that cross nodes, on two (h100_llama_trials.csv).
+    launch_s=84.7e-6,
+    collective_launch_s=7.2e-6,
+    crossing_launch_s=350e-6,
+    micro_batch_s=0.0,
+    iteration_s=8e-3,
 )
 
 MEGATRON_TIMES = SystemTimes(
@@ -53,12 +74,34 @@ MEGATRON_TIMES = SystemTimes(
 
 MEGATRON_TE_TIMES = SystemTimes(accumulated_bytes=8.0)  # with Transformer Engine's cross-entropy, which is one kernel
 
+MEGATRON_CORE_TIMES = SystemTimes(
+    # megatron/core/distributed/param_and_grad_buffer.py: with --overlap-grad-reduce a bucket's reduce-scatter or
+    # all-reduce starts when its last gradient is there. megatron/core/optimizer/distrib_optimizer.py: with
+    # --overlap-param-gather the forward waits for the parameters of its next layer alone.
+    # transformer_engine/pytorch/module/base.py: with --tp-comm-overlap the collectives of a product are sent in as many
+    # pieces as there are ranks.
+    accumulated_bytes=8.0,
+    sync_in_backward=True,
+    hides_sharded_sums=True,
+    hides_collectives=True,
+)
+
 DEEPSPEED_TIMES = SystemTimes(
     # Megatron-DeepSpeed where Megatron's fused softmax is not built. megatron/model/transformer.py, CoreAttention:
     # torch.baddbmm writes the scores (2 bytes), torch.bmm reads the weights (2). megatron/model/fused_softmax.py,
-    # forward_torch_softmax: the cast to float32 (2 + 4), the scale (8), masked_fill_ with its mask (8 + 1), the softmax
-    # (8), the cast back (4 + 2). Backward: the gradient of the weights and the weights for that of the values (2 + 2),
-    # the casts (6 each), the softmax, which reads its result too (12), masked_fill (9), the scale (8), and two products
-    # that read the gradient of the scores (4). Dropout is not counted: the models of published runs have none.
-    attention_moved=(41.0, 49.0),
+    # forward_torch_softmax: the cast to float32 (2 + 4), masked_fill_ (8), the softmax (8), the cast back (4 + 2); its
+    # scale is None, as the product has it. Of these 32 bytes, 4 are counted with every attention that is not fused.
+    # Backward, likewise: 8 of products, 6 of each cast, 12 of the softmax, 17 of masked_fill, which copies first: 49,
+    # of which 6 are counted anyway. Dropout of weights is not counted: the models of published runs have none.
+    # The measured layers of OPT-350M (gh200_opt350m_layers.csv, more samples at tp = 1: 0.866 and 2.70 ms for each, and
+    # 1.92 and 2.57 ms of the head) confirm the forward: 35 bytes. Their backward takes 95 bytes, and its products reach
+    # 0.27 of the forward's speed; the cause is not known. GPT-Neo's runs were not used.
+    attention_moved=(28.0, 89.0),
+    eager_backward=0.27,
+    loss_moved=(38.0, 14.0),  # megatron/core/tensor_parallel/cross_entropy.py, as Megatron-LM's
+    # The host's figures of Megatron-DeepSpeed, fitted to the 960 iterations of vTrain on A100
+    # (a100_single_node_iterations.csv): launches from Python, and DeepSpeed's pipeline engine for each micro-batch.
+    launch_s=85e-6,
+    collective_launch_s=12.6e-6,
+    micro_batch_s=3.44e-3,
 )

@@ -4,10 +4,11 @@ What a Plan decides (degrees, ZeRO-1, sequence parallelism, recomputation) is no
 about precisions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from auto3d.cost.system_times import (
     DEEPSPEED_TIMES,
+    MEGATRON_CORE_TIMES,
     MEGATRON_TE_TIMES,
     MEGATRON_TIMES,
     NANOTRON_TIMES,
@@ -68,6 +69,7 @@ MEGATRON_TE = System(
     gradient_placeholders=True,
     times=MEGATRON_TE_TIMES,
 )
+MEGATRON_CORE = replace(MEGATRON_TE, times=MEGATRON_CORE_TIMES)  # the same kernels, with its overlaps switched on
 NANOTRON = System(
     # src/nanotron/models/llama.py: TritonRMSNorm is one kernel; GLUActivation is two (silu, then a product); queries
     # are a view of the packed projection, and keys with values are copied for the rotary embedding.
@@ -107,6 +109,7 @@ TORCH = System(
 SYSTEMS = {
     "megatron": MEGATRON,
     "megatron-te": MEGATRON_TE,
+    "megatron-core": MEGATRON_CORE,
     "nanotron": NANOTRON,
     "deepspeed": DEEPSPEED,
     "torch": TORCH,

@@ -52,7 +52,9 @@ def times_of(work: Work, accelerator: Accelerator) -> Times:
     small = accelerator.half_flops / _aligned_rate(accelerator)  # seconds that each product takes in addition
     bandwidth = accelerator.memory_bandwidth * accelerator.memory_efficiency
 
-    def busy(flops: np.ndarray, products: np.ndarray, moved: np.ndarray) -> np.ndarray:
+    backward_rates = rates * work.backward_rate
+
+    def busy(flops: np.ndarray, products: np.ndarray, moved: np.ndarray, rates: np.ndarray = rates) -> np.ndarray:
         return flops / rates + products * small + moved / bandwidth
 
     unfused = work.softmaxes % SOFTMAX_MULTIPLE != 0
@@ -65,9 +67,9 @@ def times_of(work: Work, accelerator: Accelerator) -> Times:
     return Times(
         forward=before(busy(work.flops, work.products, work.moved)),
         forward_launch=before(launched(work.launches, work.exchanges_of[0])),
-        backward=before(busy(work.backward_flops, work.backward_products, work.backward_moved)),
+        backward=before(busy(work.backward_flops, work.backward_products, work.backward_moved, backward_rates)),
         backward_launch=before(launched(work.backward_launches, work.exchanges_of[1])),
-        backward_weight=before(work.weight_flops / rates + (work.weight_flops > 0) * small),
+        backward_weight=before(work.weight_flops / backward_rates + (work.weight_flops > 0) * small),
     )
 
 

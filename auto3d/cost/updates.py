@@ -20,8 +20,12 @@ def update_s(
     accelerator: Accelerator,
     group: tuple[int, ...],
     traffic: PlacedTraffic,
+    forward: float,
 ) -> float:
-    """Update time of one rank. Under ZeRO-1: its slice, plus gathering the other slices of ``group``."""
+    """Update time of one rank. Under ZeRO-1: its slice, plus gathering the other slices of ``group``.
+
+    ``forward`` has the seconds of the stage's forward of one micro-batch, which hides the gather of some systems.
+    """
     elements = work.elements(plan, stage.operations)
     each, bandwidth = accelerator.update_s, accelerator.memory_bandwidth * accelerator.memory_efficiency
     if each is None:
@@ -34,7 +38,15 @@ def update_s(
     if not plan.shard_optimizer:
         return whole + elements * each
     size = elements * training.weight_bytes
-    return whole + elements / len(group) * each + traffic.sync.collective_s(Collective.ALL_GATHER, group, size)
+    gather = traffic.sync.collective_s(Collective.ALL_GATHER, group, size)
+    if training.times.hides_sharded_sums and gather:
+        gather = _beside(gather, forward, work.tables_of(plan).first_parameters(stage.operations) / elements)
+    return whole + elements / len(group) * each + gather
+
+
+def _beside(collective: float, compute: float, exposed: float) -> float:
+    """Seconds by which ``collective`` lasts longer than ``compute`` beside it, which hides all but a part of it."""
+    return max(collective - compute, collective * exposed)
 
 
 def accumulation_s(training: TrainingOptions, elements: float, accelerator: Accelerator) -> float:
@@ -56,9 +68,9 @@ def syncs_s(
     for number, stage in enumerate(plan.stages):
         elements = work.elements(plan, stage.operations)
         whole = traffic.sync.collective_s(how, traffic.holders[number], elements * training.sync_bytes)
-        if training.times.sync_in_backward and not plan.shard_optimizer and whole:
-            last = tables.first_parameters(stage.operations) / elements
-            whole = max(whole - backward[number], whole * last)
+        hidden = training.times.hides_sharded_sums if plan.shard_optimizer else training.times.sync_in_backward
+        if hidden and whole:
+            whole = _beside(whole, backward[number], tables.first_parameters(stage.operations) / elements)
         seconds.append(whole)
         if copied := tables.copied(stage.operations):
             link = traffic.tensor[traffic.homes[number][0], 0]

@@ -17,7 +17,7 @@ import numpy as np
 
 from auto3d.capture.graph import Graph, GraphNode
 from auto3d.cost.memory.tensors import WITH_EARLIER, Tensors, tensors_of
-from auto3d.cost.system_bytes import system_bytes
+from auto3d.cost.system_bytes import norms_of, system_bytes
 from auto3d.cost.system_times import OWN
 from auto3d.cost.systems import System
 from auto3d.derived.local_graph import LocalGraph
@@ -33,6 +33,16 @@ _ELEMENTWISE = {
     "add", "alias", "clone", "contiguous", "div", "dropout", "exp", "gelu", "mul", "neg", "pow", "relu", "rsqrt",
     "rsub", "sigmoid", "silu", "sqrt", "sub", "tanh", "to",
 }  # fmt: skip
+EAGER_NORM = (36.0, 92.0)
+"""Bytes per element that an eager norm moves in the forward and in the backward if it takes 2-byte values to float32.
+
+Forward, by operator: the cast (2 + 4), the square (4 + 4), its mean (4), the product with the statistic (4 + 4), the
+cast back (4 + 2), the weight (2 + 2). Backward: the weight's two products and the sum of one (4 + 6 + 2), the cast (2 +
+4), the products with the statistic and of its gradient, whose sum is small (8 + 12 + 4), the mean (4), the square by
+pow, mul and mul (8 + 8 + 12), the sum of both gradients (12) and the cast back (4 + 2): formulas of PyTorch's
+tools/autograd/derivatives.yaml.
+"""
+EAGER_NORM_KERNELS = (8, 14)  # the kernels of these operators, and of two on the statistic each way
 _LOOKUPS = ("aten.embedding", "auto3d.vocabulary_embedding")
 _VOCABULARY_LOSS = "auto3d.vocabulary_cross_entropy.default"
 _LOSSES = ("aten.cross_entropy_loss", "auto3d.vocabulary_cross_entropy")
@@ -88,6 +98,7 @@ class Work:
     shared: tuple[tuple[float, tuple[int, ...]], ...] = ()
     """(bytes, positions) of each tensor beside state that a stage holds once if it runs any of the positions: buffers
     of another system, or what depends on no data and is computed once, such as a causal mask."""
+    backward_rate: float = 1.0  # FLOP/s of the products of a backward over those of a forward
     shards: int = 1  # tensor-parallel degree
     exchanges: tuple[TensorExchange, ...] = ()  # ordered as in the forward
 
@@ -108,7 +119,7 @@ class Work:
 WorkAt = Callable[[int, Share], Work]
 """Arguments: samples, and the share of their work that an operation does."""
 
-_NOT_SUMMED = ("alignment", "crossing", "repeated", "tensors", "tied", "shared", "shards", "exchanges")
+_NOT_SUMMED = ("alignment", "crossing", "repeated", "tensors", "tied", "shared", "backward_rate", "shards", "exchanges")
 _CONSTANT = ("products", "backward_products", "launches", "backward_launches", "parameters", "copied", "blocks")
 SUMMED = tuple(item.name for item in fields(Work) if item.name not in _NOT_SUMMED)
 
@@ -170,6 +181,7 @@ def work_of_local(
         tensors=replace(here.tensors, begins=begins),
         tied=tuple((elements, tuple(int(positions[p]) for p in users)) for elements, users in here.tied),
         shared=tuple((size, tuple(int(positions[p]) for p in users)) for size, users in here.shared),
+        backward_rate=here.backward_rate,
         shards=local.shards,
         exchanges=exchanges_of(local, scale_of(local.graph, precision)),
     )
@@ -197,7 +209,8 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, s
     """The work of the nodes of ``graph``, which may be a local one; without its blocks and exchanges."""
     scale = scale_of(graph, precision)
     times = OWN if system is None else system.times
-    attention_moved = None if fused_attention or fused else times.attention_moved
+    eager = not (fused_attention or fused)
+    attention_moved = times.attention_moved if eager else None
     count = len(graph.nodes)
     arrays: dict[str, Any] = {name: np.zeros(count) for name in SUMMED}
     arrays["alignment"] = np.full(count, ALIGNED)
@@ -268,6 +281,15 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, s
             arrays["backward_moved"][position] = scale * backward
         else:
             arrays["backward_launches"][position] = 0
+    if scale == PRECISION_BYTES[precision] / ELEMENT_BYTES < 1 and not (
+        fused if system is None else system.fused_norms
+    ):
+        for norm in norms_of(graph):
+            elements = max(value.bytes for position in norm for value in graph.nodes[position].outputs) / ELEMENT_BYTES
+            for way, moved, kernels in zip(("", "backward_"), EAGER_NORM, EAGER_NORM_KERNELS, strict=True):
+                for name, value in ((f"{way}moved", moved * elements), (f"{way}launches", kernels)):
+                    arrays[name][norm] = 0.0
+                    arrays[name][norm[0]] = value
     tensors = tensors_of(graph, scale, arrays["saved"])
     shared = _computed_once(graph, scale)
     if system is not None:
@@ -284,6 +306,7 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, s
         tensors=tensors,
         tied=tuple((elements[name], tuple(positions)) for name, positions in users.items() if len(positions) > 1),
         shared=shared,
+        backward_rate=times.eager_backward if eager else 1.0,
     )
 
 

@@ -14,6 +14,7 @@ from launch.recipe.search_schema import PlanRecipe, SearchRecipe
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 UNFUSED = "unfused"
+EAGER_NORMS = "eager"
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 SCATTERED = "scattered"
 
@@ -47,6 +48,17 @@ class PredictionRecipe:
         "system that is predicted: what its kernels save and what else it holds, its partition, gradient sums, update "
         "and loss (docs/cost.md); other systems' bytes are those in use, without what an allocator wastes",
         choices=(AUTO3D, *SYSTEMS),
+    )
+    keeps_gathered: bool | None = key(
+        None,
+        "under sequence parallelism, products keep their gathered inputs until the backward; false: the backward "
+        "gathers them again; none: as the system does by default, which some systems have a switch for",
+    )
+    norms: str = key(
+        AUTO,
+        "how norms run that a model writes in several operations; auto: as the system's; eager: a kernel for each "
+        "operation, in float32",
+        choices=(AUTO, EAGER_NORMS),
     )
     reserve_gib: float = key(
         0.0,

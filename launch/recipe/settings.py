@@ -18,10 +18,13 @@ from auto3d.search.planner_options import PlannerOptions
 from auto3d.search.space import SearchSpace
 from launch.recipe.cluster_schema import AcceleratorRecipe, CollectivesRecipe, LinkRecipe
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.schema import SCATTERED, UNFUSED, Recipe
+from launch.recipe.schema import EAGER_NORMS, SCATTERED, UNFUSED, Recipe
 from launch.recipe.schema_key import AUTO
 from launch.recipe.search_schema import LINEAR
 
+SOFTWARE = ("launch_s", "collective_launch_s", "crossing_launch_s", "micro_batch_s", "iteration_s")
+"""Figures of an accelerator that describe the predicted system, and so come from its description where they are known:
+unless those of the accelerator's file were fitted to this system on this device."""
 CANDIDATES, SIMULATIONS, TRIALS = 2000, 500, 15  # defaults of search.candidates, search.simulations, search.trials
 
 
@@ -121,7 +124,7 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: 
         raise recipe.error(
             f"{name}.precision", f"found {precision!r}; {file} has peak_tflops for {known}: it takes one of these"
         )
-    return Accelerator(
+    found = Accelerator(
         name=file.stem,
         peak_flops=values.peak_tflops[precision] * 1e12,
         memory_bandwidth=values.memory_gb_per_s * 1e9,
@@ -142,6 +145,11 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: 
         sync_start_s=values.sync_start_ms / 1e3,
         sync_slowdown=values.sync_slowdown,
     )
+    if values.fitted_to == recipe.values.prediction.system:
+        return found
+    times = predicted_times(recipe.values)
+    software = {name: seconds for name in SOFTWARE if (seconds := getattr(times, name)) is not None}
+    return replace(found, **software)
 
 
 def _in_precision(value: float | dict[str, float], precision: str) -> float:
@@ -178,9 +186,16 @@ def training(recipe: Recipe) -> TrainingOptions:
 
 def predicted_system(recipe: Recipe) -> System | None:
     """The system that is predicted; None: this project's runtime."""
-    found = SYSTEMS.get(recipe.prediction.system)
-    if found is not None and recipe.prediction.attention == UNFUSED:
+    prediction = recipe.prediction
+    found = SYSTEMS.get(prediction.system)
+    if found is None:
+        return None
+    if prediction.attention == UNFUSED:
         found = replace(found, fused_attention=False)
+    if prediction.keeps_gathered is not None:
+        found = replace(found, keeps_gathered=prediction.keeps_gathered)
+    if prediction.norms == EAGER_NORMS:
+        found = replace(found, fused_norms=False)
     return found
 
 

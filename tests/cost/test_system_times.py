@@ -69,6 +69,38 @@ def test_the_last_backward_hides_gradient_sums_but_for_the_gradients_that_come_l
     assert found.sync[0] == pytest.approx(0.016 - found.backward[0])
 
 
+def test_a_system_that_hides_sharded_sums_exposes_those_of_a_stage_s_first_operation():
+    """8 ms for the reduce-scatter and for the all-gather of 16 MB; three quarters of the parameters are the first's."""
+    long, short = (model(SystemTimes(hides_sharded_sums=True), peak_flops=peak) for peak in (1e10, 20e12))
+    plain = model(SystemTimes(), peak_flops=1e10).costs(plan(shard_optimizer=True))
+    found = long.costs(plan(shard_optimizer=True))
+    assert (plain.sync[0], found.sync[0]) == pytest.approx((0.008, 0.75 * 0.008))
+    assert plain.update[0] - found.update[0] == pytest.approx(0.25 * 0.008)
+    assert long.costs(plan()).sync[0] == pytest.approx(0.016), "without ZeRO-1 another figure hides them"
+    little = short.costs(plan(shard_optimizer=True))
+    assert little.sync[0] == pytest.approx(0.008 - little.backward[0])
+
+
+def test_a_system_that_hides_collectives_exposes_one_piece_of_each():
+    """An all-reduce of 4 bytes of 1 sample among two ranks: pieces of half its size, beside long or little compute."""
+    layers = [Layer(parameters=1.0, flops=1e9, products=0, output=1e8, reductions=1)]
+
+    def forward(hides: bool, peak: float) -> float:
+        found = model(SystemTimes(hides_collectives=hides), peak_flops=peak, matrix_efficiency=1.0)
+        costs = CostModel(
+            found.cluster,
+            found.training,
+            lambda samples, share: work_of_layers(layers, samples, share.tp, precision="float32"),
+        ).costs(Plan(**(vars(plan(dp=1, tp=2)) | {"stages": stages_between([0, 1])})))
+        return costs.forward[0]
+
+    exchanged = forward(False, 1e30)
+    compute = forward(False, 1e9) - exchanged
+    assert compute == pytest.approx(0.5), "half of the FLOPs on each rank"
+    assert forward(True, 1e9) == pytest.approx(compute + exchanged / 2)
+    assert forward(True, 1e30) == pytest.approx(exchanged), "no compute hides a piece"
+
+
 def test_an_update_moves_bytes_of_all_parameters_of_a_rank():
     """16 bytes of each of 4 million parameters at 1 GB/s, whatever the shard."""
     for shard in (False, True):

@@ -3,13 +3,17 @@
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel, capture
+from auto3d.cluster import Accelerator
+from auto3d.cost.system_bytes import norms_of
 from auto3d.cost.systems import DEEPSPEED, MEGATRON, MEGATRON_TE, NANOTRON, TORCH, System
-from auto3d.cost.work import work_of, work_of_local
+from auto3d.cost.times import times_of
+from auto3d.cost.work import Work, work_of, work_of_local
 from auto3d.derived.local_graph import LocalGraph, local_graphs
 from auto3d.derived.of_share import derived
 from auto3d.derived.planned_split import planned_split
@@ -137,6 +141,40 @@ def test_attention_of_several_kernels_moves_its_weights_again_and_again():
 
     quiet = replace(DEEPSPEED, times=replace(DEEPSPEED.times, attention_moved=None))
     forward, backward = moved(quiet, fused_attention=False)
-    assert moved(DEEPSPEED, fused_attention=False) == pytest.approx((forward + 41 * weights, backward + 49 * weights))
+    assert moved(DEEPSPEED, fused_attention=False) == pytest.approx((forward + 28 * weights, backward + 89 * weights))
     for how in ({"fused_attention": True}, {"fused": True, "fused_attention": False}):
         assert moved(DEEPSPEED, **how) == moved(quiet, **how)
+
+
+def test_products_of_an_eager_backward_are_as_slow_as_its_system_has_them():
+    """Without the products, the times of the backward stay as they are."""
+    graph = captured(gpt, 1).graph
+    device = Accelerator(half_flops=0.0, launch_s=0.0)
+
+    def backward(system: System, **how: bool) -> tuple[float, float]:
+        work = work_of(graph, shard(graph).bounds, precision="float16", system=system, **how)
+        return times_of(work, device).backward[-1], work.backward_flops.sum() / device.peak_flops / 0.6
+
+    level = replace(DEEPSPEED, times=replace(DEEPSPEED.times, eager_backward=1.0))
+    (slow, products), (fast, _) = (backward(each, fused_attention=False) for each in (DEEPSPEED, level))
+    assert slow - fast == pytest.approx(products * (1 / 0.27 - 1))
+    assert backward(DEEPSPEED, fused_attention=True) == backward(level, fused_attention=True)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_eager_norms_move_float32_values_once_for_each_operator(fused):
+    """36 and 92 bytes per element and 8 and 14 kernels; a system with fused norms keeps what the model has."""
+    graph = captured(llama, 1).graph
+
+    def work(system: System) -> Work:
+        return work_of(graph, shard(graph).bounds, precision="bfloat16", fused=fused, system=system)
+
+    eager, others = work(TORCH), work(replace(TORCH, fused_norms=True))
+    norms = norms_of(graph)
+    assert len(norms) == 3, "two of the layer, and the last"
+    for norm in norms:
+        figures = (eager.moved, eager.backward_moved, eager.launches, eager.backward_launches)
+        assert [each[norm].sum() for each in figures] == [36 * SBH, 92 * SBH, 8, 14]
+        assert others.moved[norm].sum() < 18 * SBH
+    rest = np.setdiff1d(np.arange(len(eager)), np.concatenate(norms))
+    assert (eager.moved[rest] == others.moved[rest]).all()

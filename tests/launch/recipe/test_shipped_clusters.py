@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from auto3d.cost.systems import System
 from launch.recipe.error import RecipeError
 from launch.recipe.load import load
-from launch.recipe.settings import cluster
+from launch.recipe.settings import cluster, predicted_system
 from launch.recipe.shipped import RECIPES
 from tests.cuda.page import products, rate
 
@@ -39,6 +40,43 @@ def test_the_speeds_of_unaligned_products_are_those_that_an_h100_measured():
         _, values = load("tiny").accelerator("cluster.accelerator", name)
         for alignment, tflops in ((2, values.tflops_at_2_bytes), (4, values.tflops_at_4_bytes)):
             assert tflops == round(rate(products(alignment)) / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "system", "launch_us", "micro_batch_us"),
+    [
+        ("GH200-96GB", "deepspeed", 85, 3440),  # the system's figures, from another device
+        ("GH200-96GB", "auto3d", 10, 0),  # the file's
+        ("GH200-96GB", "megatron", 10, 0),
+        ("H100-80GB", "nanotron", 84.7, 0),
+        ("V100-16GB", "megatron", 10, 0),  # the file's, which were fitted to this system on this device
+        ("A100-80GB", "deepspeed", 85, 3440),
+        ("A100-80GB", "nanotron", 84.7, 0),  # those of the file were fitted to another system
+    ],
+)
+def test_a_system_brings_its_host_s_times_to_devices_that_were_not_measured_under_it(
+    accelerator, system, launch_us, micro_batch_us
+):
+    keys = [f"cluster.accelerator={accelerator}", f"prediction.system={system}", "prediction.precision=float16"]
+    kind = cluster(load("tiny", keys)).accelerator(0)
+    assert (1e6 * kind.launch_s, 1e6 * kind.micro_batch_s) == pytest.approx((launch_us, micro_batch_us))
+    files = cluster(load("tiny", [*keys[:1], "prediction.precision=float16"])).accelerator(0)
+    assert kind.matrix_efficiency == files.matrix_efficiency, "the device stays as it is"
+
+
+def test_a_recipe_says_what_a_system_has_a_switch_for():
+    def system(*overrides: str, name: str = "nanotron") -> System:
+        found = predicted_system(load("tiny", [f"prediction.system={name}", *overrides]).values)
+        assert found is not None
+        return found
+
+    assert system().keeps_gathered
+    assert system().fused_norms
+    assert not system("prediction.keeps_gathered=false").keeps_gathered
+    assert not system("prediction.norms=eager").fused_norms
+    assert system("prediction.keeps_gathered=true", name="megatron").keeps_gathered
+    with pytest.raises(RecipeError, match=r"prediction\.keeps_gathered: found 'maybe'"):
+        load("tiny", ["prediction.keeps_gathered=maybe"])
 
 
 @pytest.mark.parametrize(
