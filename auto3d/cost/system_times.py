@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+HOST = ("launch_s", "collective_launch_s", "crossing_launch_s", "micro_batch_s", "iteration_s")
+"""Fields of SystemTimes that are fields of Accelerator, too: times of the host, which a system brings to a device."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SystemTimes:

@@ -50,6 +50,7 @@ def sweep_on(loaded: LoadedRecipe, retry: Retry, *, follow: bool = True) -> int:
         sweep.left_out,
         predicted_s=sweep.predictions.seconds,
         predicted_on=sweep.predictions.based_on,
+        profiled=sweep.predictions.profiled,
         candidates=sweep.candidates,
     )
     files = tables.write(results)

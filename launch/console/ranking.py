@@ -14,11 +14,19 @@ from launch.console.output import print_json
 from launch.model.assumed import SIGN, SIGN_MEANS, assumed_lines, places_assumed
 from launch.model.certainty import Certainty, certainty_lines, certainty_of
 from launch.model.config_keys import unquantized
-from launch.model.ranking import EXPLAINED, describe_certificate, fastest_order, predicted_on, search_record
+from launch.model.ranking import (
+    EXPLAINED,
+    describe_certificate,
+    fastest_order,
+    predicted_on,
+    search_record,
+    what_separates,
+)
 from launch.model.search import SHOWN, described_as
 from launch.recipe.load import LoadedRecipe
 
 INTERVAL = "80 %\n(s)"
+TIED = "≈"  # behind the interval of a plan that cannot be told apart from the first
 NAMED = [name for name, axis in AXES.items() if axis.label is not None]  # axes with a column; "more" has the others
 HEADINGS = (
     "predicted\n(s)",
@@ -44,7 +52,11 @@ def print_plans(recipe: LoadedRecipe, search: Search, *, as_json: bool, show_all
     shown = ranked if show_all else ranked[:SHOWN]
     assumed = places_assumed(recipe, search.maker.model, ranked)
     certainty = certainty_of(recipe, search.maker.model.measured_in)
-    rows = [cells(one, certainty, SIGN if place in assumed else "") for place, one in enumerate(shown)]
+    tied = 0 if certainty is None else certainty.tied([one.seconds for one in ranked])
+    rows = [
+        cells(one, certainty, SIGN if place in assumed else "", tied=0 < place <= tied)
+        for place, one in enumerate(shown)
+    ]
     headings = [heading for heading in HEADINGS if certainty is not None or heading != INTERVAL]
     print(tabulate(rows, headings, disable_numparse=True))
     if len(shown) < len(ranked):
@@ -55,6 +67,8 @@ def print_plans(recipe: LoadedRecipe, search: Search, *, as_json: bool, show_all
         print(SIGN_MEANS)
     if certainty is not None:
         print(f"\n{certainty_lines(certainty, [one.seconds for one in ranked])}")
+        if tied:
+            print(f"what tells them apart at the least cost: {what_separates(recipe, tied + 1)}")
     print(f"\nwhy the best is best, in seconds:\n{_explanation(search, ranked)}")
     print(f"\n{_memory(search, ranked[0])}")
     if (order := fastest_order(ranked)) is not None:
@@ -68,13 +82,16 @@ def print_plans(recipe: LoadedRecipe, search: Search, *, as_json: bool, show_all
         print(note)
 
 
-def cells(one: Ranked, certainty: Certainty | None = None, mark: str = "") -> tuple[Any, ...]:
+def cells(one: Ranked, certainty: Certainty | None = None, mark: str = "", *, tied: bool = False) -> tuple[Any, ...]:
     """The cells of a candidate's row, under HEADINGS; without ``certainty``, none under INTERVAL.
 
-    ``mark`` stands behind the time of a plan whose place assumed links decide.
+    ``mark`` stands behind the time of a plan whose place assumed links decide; a plan that is ``tied`` with the first
+    has a mark behind its interval.
     """
     candidate = one.candidate
-    interval = () if certainty is None else ("–".join(f"{end:.3g}" for end in certainty.interval(one.seconds)),)
+    interval: tuple[str, ...] = ()
+    if certainty is not None:
+        interval = ("–".join(f"{end:.3g}" for end in certainty.interval(one.seconds)) + f" {TIED}" * tied,)
     choices = (getattr(candidate, name) for name in NAMED)
     return f"{one.seconds:.4g} {mark}".rstrip(), *interval, *choices, candidate.more
 

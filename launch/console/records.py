@@ -43,6 +43,8 @@ HEADINGS = {
     "spread_s": "spread\n(s)",
     "predicted_s": "predicted\n(s)",
     "prediction_error": "error",
+    "corrected_s": "corrected\n(s)",
+    "corrected_interval_s": "80 %",
     "speed_up": "speed-up",
     **RATES,
     "peak_bytes": "peak\n(MiB)",
@@ -75,6 +77,8 @@ def record(
         "spread_s": measurement.spread_s if ok else None,
         "predicted_s": predicted_s,
         "prediction_error": None if seconds is None or predicted_s is None else predicted_s / seconds - 1,
+        "corrected_s": None,
+        "corrected_interval_s": None,
         "speed_up": None,
         **rates(None if seconds is None else rates_of(recipe, measurement, seconds)),
         **{name: max(getattr(measurement, name), default=None) if ok else None for name in BYTES},
@@ -219,7 +223,8 @@ def columns_of(records: Sequence[dict[str, Any]]) -> dict[str, str]:
         **{name: name not in rate_columns(records) for name in RATES},
     }
     # CPUs do not report used_bytes.
-    for name in ("predicted_s", "prediction_error", "speed_up", "used_bytes", *COMMUNICATION):
+    corrections = "corrected_s", "corrected_interval_s"
+    for name in ("predicted_s", "prediction_error", *corrections, "speed_up", "used_bytes", *COMMUNICATION):
         empty[name] = all(one[name] is None for one in records)
     for name in (name for name, is_empty in empty.items() if is_empty):
         del columns[name]
@@ -242,6 +247,8 @@ def cells(record: Mapping[str, Any], columns: Collection[str]) -> list[str]:
         "spread_s": "{:.3f}",
         "predicted_s": "{:.3f}",
         "prediction_error": "{:+.1%}",
+        "corrected_s": "{:.3f}",
+        "corrected_interval_s": "{0[0]:.3f} to {0[1]:.3f}",
         "speed_up": "{:.2f}",
         "samples_per_s": "{:.1f}",
         "tokens_per_s": "{:,.0f}",

@@ -13,6 +13,7 @@ from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.words import counted
 from launch.console.records import aligned, cells, columns_of, compare, csv_text, record, same_choices, what_rates_are
+from launch.model.corrected import WORDS, corrected
 from launch.recipe.load import LoadedRecipe, load
 from launch.recipe.settings import emulation
 from launch.store.files import write_whole
@@ -33,6 +34,7 @@ class Results:
     left_out: int  # number of candidates beyond search.max_trials
     predicted_s: Mapping[Plan, float] = field(default_factory=dict)  # seconds per iteration of plans that have any
     predicted_on: str = ""  # the basis of these predictions
+    profiled: bool = True  # whether they rest on a profile of the machine; else its trials correct them
     candidates: Mapping[Plan, Mapping[str, Any]] = field(default_factory=dict)  # fields of each plan's Candidate
     baseline: str = ""  # pairs key=value that name the row to which the others are compared
 
@@ -59,6 +61,7 @@ def results_of(recipe: LoadedRecipe, baseline: str = "") -> Results:
         sweep.left_out,
         predicted_s={ended[name]: seconds for name, seconds in sweep.predicted_s.items() if name in ended},
         predicted_on=sweep.predicted_on,
+        profiled=sweep.profiled,
         candidates={ended[name]: candidate for name, candidate in sweep.candidates.items() if name in ended},
         baseline=baseline,
     )
@@ -79,6 +82,11 @@ def rows(results: Results) -> list[dict[str, Any]]:
         record(results.recipe, one, results.predicted_s.get(one.plan), results.candidates.get(one.plan))
         for one in results.measurements
     ]
+    if not results.profiled:
+        right = corrected([one["predicted_s"] for one in found], [one["iteration_s"] for one in found])
+        for one, each in zip(found, right, strict=True):
+            one["corrected_s"] = None if each is None else each.seconds
+            one["corrected_interval_s"] = None if each is None else [*each.interval_s]
     if results.baseline:
         compare(found, results.baseline)
     return found
@@ -182,6 +190,8 @@ def _figures(results: Results) -> str:
     text = what_rates_are(columns, results.recipe)
     if "predicted_s" in columns:
         text += f"; predicted by the cost model ({results.predicted_on}); error: predicted by measured time, minus 1"
+    if "corrected_s" in columns:
+        text += f"; {WORDS}"
     if "communicated_bytes" in columns:
         text += (
             "; communicated, communicating: of DeepSpeed's log in a second run, whose calls block and so overlap with "

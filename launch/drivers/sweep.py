@@ -235,6 +235,7 @@ def _record(sweeps: Sequence[tuple[LoadedRecipe, Sweep]]) -> SweepRecord:
         left_out=sum(sweep.left_out for _, sweep in sweeps),
         predicted_s={trial.name: found[trial.plan] for trial, found in seconds if trial.plan in found},
         predicted_on=next((sweep.predictions.based_on for _, sweep in sweeps), ""),
+        profiled=all(sweep.predictions.profiled for _, sweep in sweeps),
         candidates={trial.name: sweep.candidates[trial.plan] for _, sweep in sweeps for trial in sweep.every},
         rows={} if single else names,
     )

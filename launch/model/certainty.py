@@ -57,6 +57,10 @@ class Certainty:
         """Whether a plan is faster than another, predicted to take longer, in nine cases of ten."""
         return others / seconds > 1 + self.least_difference
 
+    def tied(self, seconds: Sequence[float]) -> int:
+        """How many plans behind the first may be as fast; ``seconds`` are those predicted, in rising order."""
+        return sum(not self.tells_apart(seconds[0], each) for each in seconds[1:])
+
     @property
     def least_difference(self) -> float:
         """How much longer a plan must be predicted to take than another one that is surely faster."""
@@ -105,10 +109,9 @@ def certainty_lines(certainty: Certainty, seconds: Sequence[float]) -> str:
     sets = ", ".join(certainty.sets)
     text = f"80 %: between these times four of five measurements lie, by the errors on {sets}, where figures of "
     text += f"devices are, as here, {certainty.origin}"
-    alike = sum(not certainty.tells_apart(seconds[0], each) for each in seconds[1:])
-    if alike:
+    if alike := certainty.tied(seconds):
         plans = "plan 2 is" if alike == 1 else f"plans 2 to {alike + 1} are"
-        text += f"\n{plans} as fast as plan 1, within what is known: plans of a model differ by up to "
+        text += f"\n{plans} as fast as plan 1, within what is known (≈): plans of a model differ by up to "
         text += f"{certainty.least_difference:.0%} from what is predicted"
     return text
 

@@ -93,6 +93,7 @@ class PlanPredictions:
 
     seconds: Mapping[Plan, float]
     based_on: str  # method and figures, in words; empty if there is no prediction
+    profiled: bool = True  # whether they rest on a profile of the machine
 
 
 def predict_plans(
@@ -118,7 +119,7 @@ def predict_plans(
     predicted, trained = predicted_precision(recipe.values), recipe.values.training.precision
     if predicted != trained and not costs.measured_in:
         based_on += f", in {predicted}, while trials train in {trained}"
-    return PlanPredictions(seconds, based_on)
+    return PlanPredictions(seconds, based_on, profiled=bool(costs.measured_in))
 
 
 def predicted_timeline(recipe: LoadedRecipe, plan: Plan) -> tuple[Timeline | None, str]:

@@ -18,6 +18,7 @@ from launch.model.search import algorithm
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import most_trials
 
+FEW = 3  # plans that trials tell apart at less cost than a profile
 EXPLAINED = 3  # best plans whose time is split into its parts
 COVERED = (
     "It covers all orders of the same stages on the same devices, if their activations fit beside all else, at the "
@@ -57,6 +58,7 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
     ranked = search.ranked()
     certified, trials = fastest_order(ranked), most_trials(recipe.values)
     assumed, certainty = places_assumed(recipe, model, ranked), certainty_of(recipe, model.measured_in)
+    tied = 0 if certainty is None or not ranked else certainty.tied([one.seconds for one in ranked])
     for place, one in enumerate(ranked):
         estimate = asdict(model.estimate(one.plan)) if place < EXPLAINED else None
         plan, problem = None, ""
@@ -78,6 +80,7 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
                 "same": [asdict(each) for each in one.same],
                 "predicted_s": one.seconds,
                 "interval_s": None if certainty is None else certainty.interval(one.seconds),
+                "as_fast_as_first": 0 < place <= tied,
                 "place_assumed": place in assumed,
                 "peak_bytes": max(model.memory(one.plan)),
                 "problem": problem,
@@ -89,6 +92,7 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
     return {
         "candidates": records,
         "certainty": None if certainty is None else asdict(certainty),
+        "separated_by": what_separates(recipe, tied + 1) if tied else None,
         "infeasible": [{"count": one.count, "reason": one.reason, **asdict(one.example)} for one in search.refused()],
         "algorithm": algorithm(recipe),
         "size": len(search.domain),
@@ -101,6 +105,18 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
         "predicted_on": predicted_on(recipe, search),
         "assumed": assumed_records(recipe, model.measured_in),
     }
+
+
+def what_separates(recipe: LoadedRecipe, plans: int) -> str:
+    """The commands that tell the best ``plans`` apart at the least cost.
+
+    A few trials take the whole cluster for a few iterations each. More plans than FEW are first predicted from a
+    profile, which takes one node for a minute and tells more of them apart.
+    """
+    profile = how_to_measure(recipe, "") if plans > FEW else ""
+    tried = FEW if profile else plans
+    tune = recipe.command("tune", f"search.trials={tried + 2 * tried // 3}")  # two of five trials are repetitions
+    return f"{profile} (one node), then {tune}" if profile else tune
 
 
 def predicted_on(recipe: LoadedRecipe, search: Search) -> str:

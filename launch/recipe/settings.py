@@ -3,7 +3,7 @@
 from dataclasses import asdict, replace
 
 from auto3d.cluster import Accelerator, BusBandwidths, Cluster, ClusterError, Link, Node
-from auto3d.cost.system_times import OWN, SystemTimes
+from auto3d.cost.system_times import HOST, OWN, SystemTimes
 from auto3d.cost.systems import SYSTEMS, System
 from auto3d.cost.throughput import peak_flops_of
 from auto3d.cost.training_options import TrainingOptions
@@ -22,9 +22,6 @@ from launch.recipe.schema import EAGER_NORMS, SCATTERED, UNFUSED, Recipe
 from launch.recipe.schema_key import AUTO
 from launch.recipe.search_schema import LINEAR
 
-SOFTWARE = ("launch_s", "collective_launch_s", "crossing_launch_s", "micro_batch_s", "iteration_s")
-"""Figures of an accelerator that describe the predicted system, and so come from its description where they are known:
-unless those of the accelerator's file were fitted to this system on this device."""
 CANDIDATES, SIMULATIONS, TRIALS = 2000, 500, 15  # defaults of search.candidates, search.simulations, search.trials
 
 
@@ -146,10 +143,9 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: 
         sync_slowdown=values.sync_slowdown,
     )
     if values.fitted_to == recipe.values.prediction.system:
-        return found
+        return found  # the host of this system on this device
     times = predicted_times(recipe.values)
-    software = {name: seconds for name in SOFTWARE if (seconds := getattr(times, name)) is not None}
-    return replace(found, **software)
+    return replace(found, **{name: seconds for name in HOST if (seconds := getattr(times, name)) is not None})
 
 
 def _in_precision(value: float | dict[str, float], precision: str) -> float:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from auto3d.errors import InputError
 from auto3d.words import counted
+from launch.model.corrected import WORDS
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import cluster
 from launch.report.details import PlanDetail, detail_of
-from launch.report.rows import PlanRow, front, order, row_of
+from launch.report.rows import PlanRow, front, order, row_of, with_corrections
 from launch.report.source import ReportSource, source_of
 from launch.report.throughput import ThroughputColumns
 
@@ -60,7 +61,7 @@ def report_of(recipe: LoadedRecipe, tell: Callable[[int, float, bool], None] | N
     source = source_of(recipe, tell)
     columns = ThroughputColumns(source.recipe)
     plans = sorted(((row_of(one, columns), one) for one in source.plans), key=lambda pair: order(pair[0]))
-    rows = [row for row, _ in plans]
+    rows = [row for row, _ in plans] if source.profiled else with_corrections([row for row, _ in plans])
     fronts = {
         "measured": front([(row.measured_s, row.measured_peak) for row in rows]),
         "predicted": front([(row.predicted_s, row.predicted_peak) for row in rows]),
@@ -68,6 +69,8 @@ def report_of(recipe: LoadedRecipe, tell: Callable[[int, float, bool], None] | N
     on_front = [place for places in fronts.values() for place in places if place >= DETAILED]
     detailed = sorted({*range(min(DETAILED, len(rows))), *on_front[:DETAILED_ON_FRONT]})
     details, remarks = [], list(source.remarks)
+    if any(row.corrected_s is not None for row in rows):
+        remarks.append(f"{WORDS[0].upper()}{WORDS[1:]}.")
     for place in detailed:
         plan, model = plans[place][1].plan, plans[place][1].model
         if model is None:

@@ -1,13 +1,14 @@
 """One row of the report's table for each plan, and the plans that no other beats in both time and memory."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
 
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.search.axes import plan_name, schedule_of_axis
 from launch.console.records import rates, recomputed
+from launch.model.corrected import corrected
 from launch.report.source import ReportedPlan
 from launch.report.throughput import ThroughputColumns
 
@@ -37,6 +38,8 @@ class PlanRow:
     measured_s: float | None  # median over trials of the median over iterations
     spread_s: float | None  # slowest minus fastest iteration of all trials
     predicted_s: float | None
+    corrected_s: float | None  # predicted_s, corrected by other plans' trials; None: it rests on a profile
+    corrected_interval_s: tuple[float, float] | None  # times between which four of five measurements lie
     place_assumed: bool  # whether figures that nobody gave or measured decide its place in the search
     error: float | None  # predicted_s / measured_s - 1; None where they are not of the same devices
     # Throughput by the measured time if there is one, else by the predicted time; FLOP/s of one device.
@@ -79,6 +82,8 @@ def row_of(one: ReportedPlan, columns: ThroughputColumns) -> PlanRow:
         measured_s=measured_s,
         spread_s=max(times) - min(times) if times else None,
         predicted_s=predicted_s,
+        corrected_s=None,
+        corrected_interval_s=None,
         place_assumed=one.place_assumed,
         error=predicted_s / measured_s - 1 if predicted_s and measured_s and one.compared else None,
         **rates(columns.of(one, measured_s, predicted_s)),
@@ -86,6 +91,15 @@ def row_of(one: ReportedPlan, columns: ThroughputColumns) -> PlanRow:
         predicted_peak=None if one.model is None else max(one.model.memory(plan)),
         problem=failed.error if failed else "",
     )
+
+
+def with_corrections(rows: Sequence[PlanRow]) -> list[PlanRow]:
+    """``rows`` with the predicted time of each corrected by the trials of the others."""
+    right = corrected([row.predicted_s for row in rows], [row.measured_s for row in rows])
+    return [
+        row if each is None else replace(row, corrected_s=each.seconds, corrected_interval_s=each.interval_s)
+        for row, each in zip(rows, right, strict=True)
+    ]
 
 
 def order(row: PlanRow) -> tuple[int, float]:

@@ -51,6 +51,7 @@ class ReportSource:
     refused: Refusals
     measured: str  # how the measured numbers were made; empty if there are none
     predicted: str  # how the predicted numbers were made
+    profiled: bool  # whether the predictions rest on a profile of the machine; else its trials correct them
     remarks: tuple[str, ...]  # parts that are missing from the report, with the reasons; what predictions assume
 
 
@@ -92,6 +93,7 @@ def _of_sweep(results: tables.Results) -> ReportSource:
         refused=swept.refused,
         measured=tables.provenance(results),
         predicted=predicted_by(recipe, costs.measured_in),
+        profiled=_profiled(recipe, costs),
         remarks=(*_remarks(recipe, plans, costs), *assumed_lines(recipe, costs.measured_in)),
     )
 
@@ -122,6 +124,11 @@ def _remarks(recipe: LoadedRecipe, tried: Sequence[ReportedPlan], costs: CostMod
     if reason := _why_not_compared(recipe, costs):
         remarks.append(f"Predicted times are not compared with those of trials: {reason}.")
     return tuple(remarks)
+
+
+def _profiled(recipe: LoadedRecipe, costs: CostModel) -> bool:
+    """Whether predictions rest on a profile of this machine, or trials on emulated devices cannot correct them."""
+    return bool(costs.measured_in) or emulation(recipe.values) is not None
 
 
 def _why_not_compared(recipe: LoadedRecipe, costs: CostModel) -> str:
@@ -183,6 +190,7 @@ def _of_tune(recipe: LoadedRecipe, measurements: list[Measurement], tell: Tell) 
         verb="tune",
         plans=[*tried, *untried.values()],
         measured=tables.provenance(results),
+        profiled=_profiled(recipe, costs),
         remarks=(*search.remarks, *_remarks(recipe, tried, costs)),
     )
 
@@ -206,6 +214,7 @@ def _of_search(recipe: LoadedRecipe, remark: str, tell: Tell) -> ReportSource:
         ],
         refused=search.refused(),
         measured="",
+        profiled=True,
         predicted=f"{_looked(search)}; {predicted_by(recipe, costs.measured_in)}",
         remarks=tuple(remarks),
     )

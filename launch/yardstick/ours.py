@@ -8,6 +8,7 @@ from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from launch.model.costs import planning_subject, subject_of
 from launch.model.predictions import PlannedRow, plan_rows
+from launch.yardstick.left_out import without
 from launch.yardstick.predictors import NOTHING, Predict, Predicted, PredictionRequest
 
 SHOWN_EVERY = 100  # runs
@@ -22,12 +23,17 @@ class OurModel:
     def by(self, method: str) -> Predict:
         """A predictor that takes the time from ``method``, a key of the cost model's METHODS, and the memory from the
         cost model. A run that is no Plan, or has no time by this method, has no prediction."""
+        return self._changed(lambda name: lambda model: model.by(method))
+
+    def left_out(self) -> Predict:
+        """The simulator's predictor without the figures that were fitted to times of the set."""
+        return self._changed(without)
+
+    def _changed(self, change_for: Callable[[str], Callable[[CostModel], CostModel]]) -> Predict:
+        """``change_for`` gives for the name of a set what becomes of its cost models."""
 
         def predict(asked: PredictionRequest, tell: Callable[[str], None]) -> list[Predicted]:
-            @cache
-            def changed(model: CostModel) -> CostModel:
-                return model.by(method)
-
+            changed = cache(change_for(asked.measured.name))
             found = []
             for one in self._plans(asked, tell):
                 found.append(NOTHING)

@@ -196,7 +196,7 @@ is the slower part.
 
 {sweep}
 
-The predictions are those of `recipes/accelerators/H100-80GB.yaml`, which describes another system's host, which
+The predictions are those of `recipes/accelerators/H100-80GB.yaml` as it was then, with another system's host, which
 launches operations more slowly. [The yardstick](../published/README.md) has all predictions for measured GPUs.
 
 ## Matrix products

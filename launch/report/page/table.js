@@ -18,6 +18,8 @@ const COLUMNS = [
   { key: "measured_s", head: `measured\n(${spent.name})`, how: "measured: seconds per iteration", unit: spent.size },
   { key: "spread_s", head: `spread\n(${spent.name})`, how: "measured: slowest minus fastest iteration", unit: spent.size },
   { key: "predicted_s", head: `predicted\n(${spent.name})`, how: "predicted by the cost model", unit: spent.size },
+  { key: "corrected_s", head: `corrected\n(${spent.name})`, how: "predicted, corrected by the trials of the other plans",
+    unit: spent.size },
   { key: "error", head: "error\n(%)", how: "predicted / measured − 1", unit: 0.01, decimals: 1, signed: true },
   { key: "samples_per_s", head: "samples\nper s", how: "global batch / time of an iteration" },
   { key: "tokens_per_s", head: "tokens\nper s", how: "tokens of the global batch / time of an iteration" },
@@ -108,6 +110,11 @@ function makeTable(onPick) {
       if (column.key === "predicted_s" && row.place_assumed) {
         cell.textContent += " ~";
         cell.title = "with half or twice the bandwidth of the assumed links, the plan changes places with a neighbour";
+      }
+      if (column.key === "corrected_s" && row.corrected_s !== null) {
+        const [low, high] = row.corrected_interval_s.map((value) => fixed(value / spent.size, column.shown));
+        cell.textContent += ` (${low} to ${high})`;
+        cell.title = "four of five measurements lie between these times, by how much the ratios of the other plans differ";
       }
       if (column.key === "status" && row.problem) {
         cell.title = row.problem;

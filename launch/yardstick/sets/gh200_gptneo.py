@@ -33,9 +33,9 @@ SET = MeasuredSet(
     system="Megatron-DeepSpeed, as Sailor uses it",
     read=_runs,
     origin=Origin.DATA_SHEET,
-    words="Times from the device's data sheet and the efficiency of an H100, and the memory of the fullest device. The "
-    "recipe has Megatron-DeepSpeed's GPT with the sizes of GPT-Neo.",
-    open="Every run of several micro-batches takes 1.4 times the predicted time, at all degrees. The measured layers "
-    "of gh200-opt350m-layers have backwards three times as long as forwards, as with recomputation; the memory says "
-    "that nothing was recomputed.",
+    words="Times from the data sheet, the products of an H100, DeepSpeed's host on A100 and two figures of its eager "
+    "backward from layers of OPT-350M; none from GPT-Neo. Memory is that of the fullest device, with the reserve of "
+    "gh200-opt350m. The recipe has Megatron-DeepSpeed's GPT with the sizes of GPT-Neo.",
+    open="Why the eager backward takes so long: its attention moves twice what its kernels would, and its products "
+    "reach a quarter of the forward's speed. The memory says that nothing was recomputed.",
 )

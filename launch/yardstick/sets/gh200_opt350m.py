@@ -60,7 +60,8 @@ WHOLE = MeasuredSet(
     fitted={
         "": "prediction.reserve_gib of the recipe, 4.4 GiB on each device, was fitted to the memory of these 15 runs"
     },
-    words="Times from the device's data sheet and the efficiency of an H100, and the memory of the fullest device. "
+    words="Times from the data sheet, the products of an H100, DeepSpeed's host on A100 and two figures of its eager "
+    "backward from layers of this model, and the memory of the fullest device. "
     "Sailor's own predictions of memory are 5.6 % off.",
     open="The runs hold 4.1 to 5.6 GiB more than the tensors, at every degree: perhaps the context and NCCL's buffers.",
 )

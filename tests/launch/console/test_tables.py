@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -164,6 +165,25 @@ def test_columns_without_a_figure_are_left_out(folder, plan):
     predicted = columns(unknown, plain, predicted_s={plan: 1.5}, predicted_on="simulated, on a figure")
     assert predicted == {"predicted_s", "prediction_error"}
     assert float(csv_rows(folder)[0]["prediction_error"]) == 0.5
+
+
+def test_trials_on_a_machine_without_a_profile_correct_its_predictions(folder, plan):
+    """Measured twice, three and six times the prediction: the others' mean ratio, and the table says what it is."""
+    plans = [plan, replace(plan, schedule="gpipe"), make_plan("gpt2", dp=1, pp=1)]
+    measured = [timed(each, seconds) for each, seconds in zip(plans, (2.0, 3.0, 6.0), strict=True)]
+    more = {"predicted_s": dict.fromkeys(plans, 1.0), "predicted_on": "simulated, on a data sheet"}
+    recipe = load("own.yaml", [])
+    tables.write(tables.results(recipe, measured, 3, 0, **more, profiled=False))
+    found = csv_rows(folder)
+    assert [float(one["corrected_s"]) for one in found] == pytest.approx([18**0.5, 12**0.5, 6**0.5])
+    assert [one["predicted_s"] for one in found] == ["1.0"] * 3
+    low, high = json.loads(found[0]["corrected_interval_s"])
+    assert low < 18**0.5 < high
+    text = (folder / "tables/own/table.md").read_text()
+    assert f"{18**0.5:.3f} | {low:.3f} to {high:.3f}" in re.sub(" +", " ", text)
+    assert "no profile of this machine" in text
+    tables.write(tables.results(recipe, measured, 3, 0, **more))
+    assert "corrected_s" not in csv_rows(folder)[0], "a profile needs no correction"
 
 
 def test_a_baseline_is_exactly_one_row_that_ran(folder, plan):

@@ -1,12 +1,14 @@
 """Intervals around predicted times: what they hold, whose errors they come from, and what `auto3d plan` prints."""
 
 import json
+import sys
 from math import exp, sqrt
 
 import numpy as np
 import pytest
 
 from launch.model.certainty import Certainty, Origin, SetErrors, certainty_from, certainty_of, known_errors
+from launch.model.ranking import what_separates
 from launch.recipe.load import load
 
 RECIPE = """
@@ -91,4 +93,25 @@ def test_plan_prints_intervals_and_the_plans_that_cannot_be_told_apart(tmp_path,
     assert f" {low:.3g}–{high:.3g} " in page
     plans = "plan 2 is" if alike == 1 else f"plans 2 to {alike + 1} are"
     assert f"{plans} as fast as plan 1, within what is known" in page
+    rows = [line for line in page.splitlines() if " ≈" in line]
+    assert len(rows) == alike == sum(one["as_fast_as_first"] for one in record["candidates"])
+    assert not best["as_fast_as_first"]
+    assert f"what tells them apart at the least cost: {record['separated_by']}" in page
     assert "80 %" not in auto3d("plan", "own.yaml", "cluster.device=cpu").out
+
+
+@pytest.mark.parametrize(
+    ("plans", "overrides", "commands"),
+    [
+        (2, [], "auto3d tune own.yaml search.trials=3"),
+        (5, ["prediction.profile=none"], "auto3d tune own.yaml prediction.profile=none search.trials=8"),
+        (5, [], "auto3d profile own.yaml (one node), then auto3d tune own.yaml search.trials=5"),
+    ],
+)
+def test_few_plans_are_told_apart_by_trials_and_many_by_a_profile_first(
+    tmp_path, monkeypatch, plans, overrides, commands
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text(RECIPE.replace("profile: none, ", ""))
+    found = what_separates(load("own.yaml", overrides), plans)
+    assert found.replace(sys.argv[0], "auto3d") == commands

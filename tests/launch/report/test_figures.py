@@ -13,7 +13,7 @@ from auto3d.schedule.operation import Kind
 from launch.recipe.load import load
 from launch.report import details
 from launch.report.details import detail_of
-from launch.report.rows import front, row_of
+from launch.report.rows import front, row_of, with_corrections
 from launch.report.source import ReportedPlan
 from launch.report.text import embedded, without_folders
 from launch.report.throughput import ThroughputColumns
@@ -57,6 +57,25 @@ def test_a_row_is_the_median_of_its_trials_and_names_one_that_failed():
     assert (row.status, row.problem, row.measured_s, row.predicted_s) == ("oom", "too large", 2.0, None)
     row = row_of(ReportedPlan(plan, None, (failed,), model), COLUMNS)
     assert (row.measured_s, row.measured_peak, row.error) == (None, None, None)
+
+
+def test_a_machine_without_a_profile_has_predictions_that_the_other_trials_correct():
+    plan, model = plan_of("1f1b", devices=2, micro_batches=4), model_of(2, 2)
+    predicted = model.seconds(plan)
+    rows = [
+        row_of(
+            ReportedPlan(
+                plan, None, (Measurement(plan=plan, status=Status.OK, iteration_s=[times * predicted]),), model
+            ),
+            COLUMNS,
+        )
+        for times in (2.0, 3.0, 6.0)
+    ]
+    assert [row.corrected_s for row in rows] == [None] * 3, "not by itself"
+    found = with_corrections(rows)
+    assert [row.corrected_s / predicted for row in found] == pytest.approx([18**0.5, 12**0.5, 6**0.5])
+    assert all(row.corrected_interval_s[0] < row.corrected_s < row.corrected_interval_s[1] for row in found)
+    assert [row.predicted_s for row in found] == [predicted] * 3, "the prediction stays beside it"
 
 
 def test_throughput_is_that_of_the_trial_or_of_the_prediction(tmp_path):
