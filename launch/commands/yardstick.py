@@ -8,7 +8,7 @@ from auto3d.errors import InputError
 from launch.commands.consoles import note
 from launch.model.certainty import FILE
 from launch.model.measured_layers import published
-from launch.yardstick.certainty import planning, set_errors, write_errors
+from launch.yardstick.certainty import known_errors_of, write_errors
 from launch.yardstick.pages import write_pages
 from launch.yardstick.program import program
 from launch.yardstick.results import TRACES, predictors, replay_trace, score_set
@@ -63,9 +63,8 @@ def yardstick(
     if out is not None:
         for file in write_pages(scored, traces, out):
             note(f"written: {file}")
-        if not sets and (ours := planning(scored)) is not None:
-            found = (errors for one in scored if (errors := set_errors(one, ours)) is not None)
-            write_errors(list(found), file := published(FILE))
+        if not sets and (known := known_errors_of(scored)):
+            write_errors([one.errors for one in known], file := published(FILE))
             note(f"written: {file}")
     return 0
 

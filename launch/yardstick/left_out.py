@@ -38,6 +38,9 @@ _CHANGES: dict[str, tuple[Callable[[Accelerator], Accelerator], ...]] = {
 """Set -> what replaces the figures that were fitted to times of its runs. To others none was."""
 
 
+CHANGED = frozenset(_CHANGES)  # sets whose predictions these changes make others
+
+
 def without(name: str) -> Callable[[CostModel], CostModel]:
     """Makes a cost model one that takes no figure from the times of the set ``name``."""
 

@@ -6,7 +6,7 @@ from statistics import mean
 
 from tabulate import tabulate
 
-from launch.yardstick.certainty import planning, section
+from launch.yardstick.certainty import known_errors_of, section
 from launch.yardstick.measured import GIB, PublishedRun
 from launch.yardstick.pictures import draw_pictures
 from launch.yardstick.predictors import Predicted, Predictor
@@ -38,8 +38,8 @@ def write_pages(sets: Sequence[ScoredSet], traces: Sequence[ReplayedTrace], fold
     """Write README.md and a picture per set to ``folder``; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = [INTRODUCTION, table(sets, traces, "github"), "", LEGEND, ""]
-    if (ours := planning(sets)) is not None:
-        parts.append(section(sets, ours))
+    if known := known_errors_of(sets):
+        parts.append(section(known))
     files = []
     for one in sets:
         files.append(folder / f"{one.measured.name}.png")

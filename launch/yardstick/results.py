@@ -17,7 +17,6 @@ from launch.yardstick.scores import Scores, scores
 from launch.yardstick.textbook import amp, chimera, rule_of_thumb, textbook
 from launch.yardstick.traces import read_trace, replay
 
-LEFT_OUT = "auto3d-left-out"
 TRACES = ("trace_dp2_pp4", "trace_dp4_pp4_tp4")  # files in recipes/published/data/, without their ending
 
 
@@ -58,9 +57,8 @@ def predictors() -> dict[str, Predictor]:
         Predictor(name=f"auto3d-{method}", title=f"our costs, {words}", predict=ours.by(method), ours=True)
         for method, words in zip(METHODS, ("simulated", "AMP's formula", "Chimera's formula"), strict=True)
     ]
-    found.append(
-        Predictor(name=LEFT_OUT, title="our costs, no figure fitted to times of the set", predict=ours.left_out())
-    )
+    title = "our costs, no figure fitted to times of the set"
+    found.append(Predictor(name="auto3d-left-out", title=title, predict=ours.left_out()))
     found += [
         Predictor(name="amp", title="AMP's formula on textbook inputs", predict=textbook(amp)),
         Predictor(name="chimera", title="Chimera's formula on textbook inputs", predict=textbook(chimera)),
