@@ -19,6 +19,7 @@ class OurModel:
 
     def __init__(self) -> None:
         self._planned: tuple[PredictionRequest | None, list[PlannedRow]] = (None, [])
+        self._peaks: dict[int, tuple[float, ...]] = {}  # number of a run -> its memory, which no method changes
 
     def by(self, method: str) -> Predict:
         """A predictor that takes the time from ``method``, a key of the cost model's METHODS, and the memory from the
@@ -35,12 +36,14 @@ class OurModel:
         def predict(asked: PredictionRequest, tell: Callable[[str], None]) -> list[Predicted]:
             changed = cache(change_for(asked.measured.name))
             found = []
-            for one in self._plans(asked, tell):
+            for number, one in enumerate(self._plans(asked, tell)):
                 found.append(NOTHING)
                 if one.plan is not None:
-                    model = changed(one.model)
                     with suppress(InputError):  # for example layers that were not measured at this degree
-                        found[-1] = Predicted(model.seconds(one.plan), tuple(model.memory(one.plan)))
+                        seconds = changed(one.model).seconds(one.plan)
+                        if number not in self._peaks:
+                            self._peaks[number] = tuple(one.model.memory(one.plan))
+                        found[-1] = Predicted(seconds, self._peaks[number])
                 if len(found) % SHOWN_EVERY == 0:
                     tell(f"{len(found)} of {len(asked.runs)} runs")
             return found
@@ -55,5 +58,5 @@ class OurModel:
                 plans.append(one)
                 if len(plans) % SHOWN_EVERY == 0:
                     tell(f"{len(plans)} of {len(asked.runs)} plans")
-            self._planned = asked, plans
+            self._planned, self._peaks = (asked, plans), {}
         return self._planned[1]
