@@ -21,6 +21,12 @@ from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import Message, Program, Step
 
 
+_SENT_AS_THEY_ARE = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
+)
+"""Types that NCCL and gloo both take; c10d's NCCL backend has these and a few more, and refuses int16, for one."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Load:
     """The slice of one tensor of a message that one peer gets; the whole tensor if ``dimension`` is None."""
@@ -124,7 +130,7 @@ class Exchange:
             group = self._group(peer, dist.get_rank())
             tensors = [torch.empty(load.shape, dtype=load.dtype, device=self._device) for load in loads]
             with waiting_for(self._name(message, peer), self._timeout_s):
-                works = [_started(dist.irecv(tensor, peer, group=group)) for tensor in tensors]
+                works = [_started(dist.irecv(_as_sent(tensor), peer, group=group)) for tensor in tensors]
             self._posted[message].append(_Transmission(peer, tensors, works))
 
     def send(self, message: Message, tensors: list[torch.Tensor]) -> None:
@@ -136,7 +142,7 @@ class Exchange:
             group = self._group(dist.get_rank(), peer)
             slices = [load.slice_of(tensors[load.index]) for load in loads]
             with waiting_for(f"the receiver of {self._name(message, peer)}", self._timeout_s):
-                works = [_started(dist.isend(tensor, peer, group=group)) for tensor in slices]
+                works = [_started(dist.isend(_as_sent(tensor), peer, group=group)) for tensor in slices]
             self._sent[message].append(_Transmission(peer, slices, works))
 
     def receive(self, message: Message) -> dict[str, torch.Tensor]:
@@ -267,6 +273,11 @@ class Exchange:
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup:
         return self._upward if source < target else self._downward
+
+
+def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous ``tensor`` in a type that can be sent: bytes, if its own cannot."""
+    return tensor if tensor.dtype in _SENT_AS_THEY_ARE else tensor.view(-1).view(torch.uint8)
 
 
 def _by_stages(transfers: Sequence[Transfer]) -> dict[tuple[int, int], list[Transfer]]:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from auto3d.capture.graph import Value
 from auto3d.partition.stage import Transfer
@@ -166,3 +167,60 @@ def test_samples_are_split_again_and_gradients_of_copies_add_up(processes, count
         assert "index" not in got, "it has no gradient"
     gradients = sum(torch.tensor(got["bias"]) for got in makers if "bias" in got)
     assert gradients.tolist() == [float(sum(2**replica for replica in range(counts[1])))] * 5, "each counts once"
+
+
+NCCL_TAKES = {"float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64"}  # of c10d's ncclDataType
+TYPES = ("int16", "uint16", "uint32", "bool", "uint8", "bfloat16", "complex64", "int64")
+
+
+def values_of_types() -> list[torch.Tensor]:
+    return [torch.tensor([[0, 1], [2, 250]]).to(getattr(torch, name)) for name in TYPES]
+
+
+def exchange_of_types(world) -> tuple[list, set[str]]:
+    """What rank 1 receives, and the types that this rank hands to torch.distributed."""
+    values = values_of_types()
+    transfers = [Transfer(value=Value(f"of {name}", (2, 2), name, 2, False), source=0, target=1) for name in TYPES] + [
+        Transfer(value=Value("number", (), "int16", 2, False), source=0, target=1)
+    ]
+    join(world, device=torch.device("cpu"), timeout_s=30)
+    found, name = set(), ("isend", "irecv")[world.rank]
+    original = getattr(dist, name)
+
+    def noting(tensor, *arguments, **named):
+        found.add(str(tensor.dtype).removeprefix("torch."))
+        return original(tensor, *arguments, **named)
+
+    setattr(dist, name, noting)
+    try:
+        message = Message(Kind.FORWARD, 0, 1, 0)
+        posts, sends = ((), (message,)) if world.rank == 0 else ((message,), ())
+        exchange = Exchange(
+            Program(steps=(Step(Operation(Kind.FORWARD, world.rank, (0,)), posts, (), sends, ()),)),
+            transfers,
+            ranks_of=[[0], [1]],
+            device_of={(0, 0): 0, (1, 0): 1},
+            sample_dimensions={},
+            device=torch.device("cpu"),
+            run_ahead=RunAhead(torch.device("cpu"), 30),
+            timeout_s=30,
+        )
+        received: dict[str, torch.Tensor] = {}
+        if world.rank == 0:
+            exchange.send(message, [*values, torch.tensor(-300, dtype=torch.int16)])
+        else:
+            exchange.post(message)
+            received = exchange.receive(message)
+        exchange.end()
+        return [(str(each.dtype), each.tolist()) for each in received.values()], found
+    finally:
+        setattr(dist, name, original)
+        leave()
+
+
+def test_values_of_types_that_nccl_does_not_take_are_sent_exactly(processes):
+    (_, sent), (received, posted) = processes.run(2, exchange_of_types)
+    expected = [(str(each.dtype), each.tolist()) for each in values_of_types()]
+    assert received == [*expected, ("torch.int16", -300)]
+    assert sent == posted
+    assert sent <= NCCL_TAKES
