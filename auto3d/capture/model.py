@@ -38,6 +38,13 @@ class CapturedModel:
             self._others[micro_batch_size] = capture(micro_batch_size)
         return self._others[micro_batch_size]
 
+    def for_inputs(self, inputs: Mapping[str, InputSpec]) -> "CapturedModel":
+        """The same model captured for samples of other ``inputs``; compare the two with ``Graph.same_operations``."""
+        key = tuple(sorted((name, spec.shape, str(spec.dtype)) for name, spec in inputs.items()))
+        if key not in self._others:
+            self._others[key] = self._capture(self.graph.micro_batch_size, self.exported.mode, inputs)
+        return self._others[key]
+
     def in_evaluation(self, outputs: Sequence[str] = (), *, loss: bool = True) -> "CapturedModel":
         """The same model at the same size in evaluation mode, whose program gives its loss and these ``outputs``.
 
@@ -52,11 +59,13 @@ class CapturedModel:
         """A new capture at the same size, in which code that looks at its surroundings may take another branch."""
         return self._capture(self.graph.micro_batch_size, self.exported.mode)
 
-    def _capture(self, micro_batch_size: int, mode: Mode) -> "CapturedModel":
+    def _capture(
+        self, micro_batch_size: int, mode: Mode, inputs: Mapping[str, InputSpec] | None = None
+    ) -> "CapturedModel":
         exported = self.exported
         return capture(
             exported.build,
-            exported.inputs,
+            exported.inputs if inputs is None else inputs,
             micro_batch_size,
             device=exported.device,
             precision=exported.precision,

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from auto3d.capture.export import InputSpec
 from auto3d.errors import InputError
 
 IGNORED = -100  # a target that the loss does not count, as torch's cross-entropy and transformers have it
@@ -59,6 +60,15 @@ class Incomplete:
     samples: Callable[[int], int]  # iteration -> samples of its global batch
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """Micro-batches of shorter samples than those for which the model was captured."""
+
+    inputs: Mapping[int, Mapping[str, InputSpec]]  # length -> inputs of a sample
+    of: Callable[[int, int], int | None]
+    """(iteration, micro-batch of the global batch) -> its length; None: it is as the model was captured."""
+
+
 class TrainingData(Protocol):
     """What a training reads. A DataSettings is one; it is pickled or forked to every rank."""
 
@@ -77,6 +87,10 @@ class TrainingData(Protocol):
     @property
     def incomplete(self) -> Incomplete | None:
         """The global batches that lack samples and run as they are; None: all are complete, or filled."""
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """The micro-batches of shorter samples; None: all samples are alike, or padded."""
 
     def reads(self, names: Collection[str]) -> bool:
         """Whether a reading of the inputs called ``names`` has fingerprints."""

@@ -86,6 +86,7 @@ class DataSettings:
         return self.packing == "padded" or self.last_batch == "pad"
 
     incomplete = None  # a last batch in part is left out or filled
+    lengths = None  # samples are padded
     read_once = False  # each stage reads its inputs: a sample follows from its position
 
     @property

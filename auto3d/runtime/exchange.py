@@ -20,7 +20,6 @@ from auto3d.runtime.world import new_group
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import Message, Program, Step
 
-
 _SENT_AS_THEY_ARE = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
@@ -51,6 +50,8 @@ class _Transmission:
     tensors: list[torch.Tensor]
     works: list[dist.Work]
 
+
+_ByStages = dict[tuple[int, int], list[Transfer]]
 
 MessageGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 """The first takes messages to higher ranks, the other those to lower ranks."""
@@ -96,23 +97,26 @@ class Exchange:
         self._run_ahead = run_ahead
         self._timeout_s = timeout_s
         self._transfers = _by_stages(transfers)
-        self._short: int | None = None
-        self._of_short: Mapping[tuple[int, int], Sequence[Transfer]] = {}
-        self._routes: dict[tuple[Kind, int, int, int, bool], dict[int, list[_Load]]] = {}
+        self._sizes: dict[int, int] = {}  # micro-batch of another size -> number of that
+        self._of_sizes: list[tuple[Sequence[Transfer], _ByStages]] = []
+        self._routes: dict[tuple[Kind, int, int, int, int | None], dict[int, list[_Load]]] = {}
         self._names: dict[tuple[Message, int], str] = {}
         self._local: dict[Message, list[torch.Tensor]] = {}
         self._sent: dict[Message, list[_Transmission]] = {}
         self._posted: dict[Message, list[_Transmission]] = {}
         self._connect(program)
 
-    def set_short(self, micro_batch: int | None, transfers: Sequence[Transfer]) -> None:
-        """From now on the messages of ``micro_batch`` have the shapes of ``transfers``: values of fewer samples.
+    def set_sizes(self, sizes: Mapping[int, Sequence[Transfer]]) -> None:
+        """From now on the messages of these micro-batches have the shapes of these transfers; the others the usual
+        ones."""
+        self._sizes = {micro_batch: self._number_of(transfers) for micro_batch, transfers in sizes.items()}
 
-        None: those of no micro-batch.
-        """
-        self._short = micro_batch
-        if micro_batch is not None:
-            self._of_short = _by_stages(transfers)
+    def _number_of(self, transfers: Sequence[Transfer]) -> int:
+        for number, (known, _) in enumerate(self._of_sizes):
+            if known is transfers:
+                return number
+        self._of_sizes.append((transfers, _by_stages(transfers)))
+        return len(self._of_sizes) - 1
 
     def values(self, message: Message) -> list[str]:
         """Names of the values whose activations or gradients ``message`` carries, in order."""
@@ -233,7 +237,7 @@ class Exchange:
         Peers are in the order of their ranks. So where several ranks send one message to several others, all of them
         follow one common order: by sender, and for each sender by receiver.
         """
-        key = (message.kind, message.source, message.target, message.pipe, message.micro_batch == self._short)
+        key = (message.kind, message.source, message.target, message.pipe, self._sizes.get(message.micro_batch))
         if key not in self._routes:
             route: dict[int, list[_Load]] = {}
             for peer, load in self._loads(message):
@@ -266,7 +270,8 @@ class Exchange:
                 yield peers[there], _Load(index, tuple(shape), dtype, dimension, start)
 
     def _carried(self, message: Message) -> Sequence[Transfer]:
-        transfers = self._of_short if message.micro_batch == self._short else self._transfers
+        number = self._sizes.get(message.micro_batch)
+        transfers = self._transfers if number is None else self._of_sizes[number][1]
         if message.kind is Kind.FORWARD:
             return transfers[message.source, message.target]
         return [transfer for transfer in transfers[message.target, message.source] if transfer.value.differentiable]
@@ -280,8 +285,8 @@ def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in _SENT_AS_THEY_ARE else tensor.view(-1).view(torch.uint8)
 
 
-def _by_stages(transfers: Sequence[Transfer]) -> dict[tuple[int, int], list[Transfer]]:
-    found: dict[tuple[int, int], list[Transfer]] = {}
+def _by_stages(transfers: Sequence[Transfer]) -> _ByStages:
+    found: _ByStages = {}
     for transfer in transfers:
         found.setdefault((transfer.source, transfer.target), []).append(transfer)
     return found

@@ -21,6 +21,7 @@ from auto3d.runtime.optimizer_state import note_weights
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
+from auto3d.runtime.sizes import ShorterSamples, SizedStages
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.totals import Total, Totals
 from auto3d.schedule.operation import Kind
@@ -66,6 +67,7 @@ class Executor:
         loss_scale: LossScale | None = None,
         learning_rate: Callable[[int], float],
         incomplete: IncompleteBatches | None = None,
+        shorter: ShorterSamples | None = None,
         averages: bool = False,
     ) -> None:
         self._stages = stages
@@ -73,7 +75,8 @@ class Executor:
         self.evaluates = False  # whether the parameters have these
         self._incomplete_batches = incomplete  # None: all global batches are complete
         self._incomplete: IncompleteBatch | None = None  # the global batch that runs, if it is incomplete
-        self._of_short: Mapping[PipeStage, StageModule] = {} if incomplete is None else incomplete.stages
+        self._shorter = shorter  # None: all samples are of the same length
+        self._sized: dict[int, SizedStages] = {}  # micro-batches of the program that are of another size
         self._optimizers = optimizers
         self._inputs = inputs
         self._exchange, self._sync, self._totals = peers.exchange, peers.sync, peers.totals
@@ -181,10 +184,13 @@ class Executor:
         self.use_weights(evaluation=False)
         batches = self._incomplete_batches
         self._incomplete = incomplete = None if batches is None else batches.of(first_iteration)
-        if batches is not None:
-            self._exchange.set_short(None if incomplete is None else incomplete.short, batches.transfers)
-        if incomplete is not None:
+        self._sized = {} if self._shorter is None else self._shorter.of(first_iteration, self._inputs.micro_batches)
+        if batches is not None and incomplete is not None:
             program = without(program, incomplete.absent)
+            if incomplete.short is not None:
+                self._sized[incomplete.short] = batches.sized
+        if batches is not None or self._shorter is not None:
+            self._exchange.set_sizes({number: each.transfers for number, each in self._sized.items()})
         self._program = program
         self._randomness.iteration = first_iteration
         self._updates.clear()
@@ -209,11 +215,12 @@ class Executor:
 
     def _stage(self, step: Step, micro_batch: int) -> StageModule:
         """The stage that runs ``micro_batch`` in ``step``."""
-        is_short = self._incomplete is not None and micro_batch == self._incomplete.short
-        return (self._of_short if is_short else self._stages)[_pipe_stage(step)]
+        sized = self._sized.get(micro_batch)
+        return (self._stages if sized is None else sized.stages)[_pipe_stage(step)]
 
     def _all_stages(self) -> list[StageModule]:
-        return [*self._stages.values(), *self._of_short.values()]
+        of_others = {id(stage): stage for sized in self._sized.values() for stage in sized.stages.values()}
+        return [*self._stages.values(), *of_others.values()]
 
     def _forward(self, step: Step) -> None:
         arrived = self._exchange.receive_for(step)

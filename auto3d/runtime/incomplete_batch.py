@@ -1,21 +1,16 @@
 """A global batch that lacks samples, as the last of an epoch may: it runs as it is, like one process runs it.
 
-Its last micro-batch may have fewer samples than the others; it runs by stages of that size, which share the weights of
-the usual ones. The micro-batches that it does not have are left out of the program, on all ranks of a pipeline alike.
+Its last micro-batch may have fewer samples than the others, and then runs by stages of that size (sizes.py). The
+micro-batches that it does not have are left out of the program, on all ranks of a pipeline alike.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from auto3d.capture.model import CapturedModel
 from auto3d.data.interface import Incomplete
-from auto3d.partition.stage import Transfer, same_stages
-from auto3d.plan import NO_OVERLAP, Plan
-from auto3d.runtime.layout import PlanLayout, lay_out_plan
+from auto3d.plan import Plan
 from auto3d.runtime.settings import TrainingSettings
-from auto3d.runtime.stage import StageModule
-from auto3d.schedule import schedule_of
-from auto3d.schedule.program import PipeStage
+from auto3d.runtime.sizes import SizedStages, why_not_sized
 
 
 @dataclass(frozen=True)
@@ -34,8 +29,7 @@ class IncompleteBatches:
     data: Incomplete
     plan: Plan
     first_micro_batch: int  # the pipeline's first in the global batch
-    stages: Mapping[PipeStage, StageModule]  # those that run the short micro-batch
-    transfers: Sequence[Transfer]  # the values that cross them
+    sized: SizedStages  # for the short micro-batch
 
     def of(self, iteration: int) -> IncompleteBatch | None:
         """That of ``iteration``; None if its global batch is complete."""
@@ -55,27 +49,4 @@ def why_not(captured: CapturedModel, plan: Plan, settings: TrainingSettings, sho
     """Why batches whose last micro-batch has ``short`` samples cannot run as they are; empty if they can."""
     if not settings.weighs_micro_batches_alike:
         return f"loss_mean is {settings.loss_mean}, which does not weigh micro-batches alike"
-    schedule = schedule_of(plan)
-    if schedule.parts > 1 or schedule.weight_version or plan.tensor_overlap != NO_OVERLAP:
-        return "the plan divides micro-batches"
-    if any(stage.replicas > 1 for stage in plan.stages):
-        return "stages have replicas"
-    if settings.emulation is not None:
-        return "devices are emulated"
-    if not captured.graph.same_operations(captured.at(short).graph):
-        return f"the model runs other operations on {short} samples"
-    return ""
-
-
-def lay_out_short(common: PlanLayout, short: int) -> PlanLayout:
-    """``common`` for micro-batches of ``short`` samples, on the same stages."""
-    captured = common.captured.at(short)
-    plan = replace(
-        common.plan,
-        graph=captured.graph.fingerprint,
-        stages=same_stages(common.plan.stages, common.captured.graph, captured.graph),
-        micro_batch_size=short,
-        global_batch=common.plan.global_batch // common.plan.micro_batch_size * short,
-    )
-    layout = lay_out_plan(captured, plan, common.settings, common.schedule, read_once=common.read_once)
-    return replace(layout, terms=common.terms)  # its means weigh as much as those of the other micro-batches
+    return why_not_sized(captured, lambda: captured.at(short), plan, settings, f"{short} samples")

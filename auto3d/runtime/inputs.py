@@ -20,7 +20,7 @@ class MicroBatchInputs:
     ``slices`` of its sequence, it counts these, and so do both numbers; every slice takes the inputs of all. ``same``
     compares what it reads with what other ranks read; None: nobody does. For that it also reads ``compared``. What
     ``counting_stage`` reads says how many targets a micro-batch has: only one rank of a tensor-parallel group or of
-    replicas counts them.
+    replicas counts them. ``largest`` is that of a Loader.
     """
 
     def __init__(
@@ -34,10 +34,11 @@ class MicroBatchInputs:
         same: SameSamples | None = None,
         compared: ComparedMicroBatch | None = None,
         counting_stage: int | None = None,
+        largest: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.micro_batches = micro_batches
         self._slices = slices
-        self._loader = Loader(batches, pinned_memory_of(device))
+        self._loader = Loader(batches, pinned_memory_of(device), largest)
         self._first_micro_batch = first_micro_batch
         self._first_iteration = 0
         self._begin: int | None = None  # first iteration of the first program

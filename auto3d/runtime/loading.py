@@ -100,10 +100,16 @@ class Loader:
     """The inputs of a rank's micro-batches, on its device.
 
     ``memory`` is the pinned memory of a GPU, through which a thread prefetches; None on a CPU, which uses no thread.
+    ``largest`` has the shape of each input in the largest micro-batch; without it, the first is as large as any.
     """
 
-    def __init__(self, batches: MicroBatches, memory: PinnedMemory | None) -> None:
-        self._batches = batches
+    def __init__(
+        self,
+        batches: MicroBatches,
+        memory: PinnedMemory | None,
+        largest: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        self._batches, self._largest = batches, largest or {}
         self._memory = memory
         self._prefetcher: _Prefetcher | None = None
         self._expected: list[Need] = []  # inputs to prefetch after the present program
@@ -121,7 +127,7 @@ class Loader:
             return
         if needs != self._expected:
             self.end()
-            self._prefetcher = _Prefetcher(needs, iterations, begin, self._batches.read, self._memory)
+            self._prefetcher = _Prefetcher(needs, iterations, begin, self._batches.read, self._memory, self._largest)
         self._expected = _later(needs, iterations)
 
     def read(self, iteration: int, index: int, names: Collection[str], *, compared: bool = False) -> Reading:
@@ -184,14 +190,23 @@ Made = tuple[Need, _Buffers, Reading] | Exception  # the inputs of the reading a
 class _Prefetcher:
     """A thread that makes the next inputs, and pauses while all buffers are full."""
 
-    def __init__(self, needs: Sequence[Need], iterations: int, begin: int, make: Make, memory: PinnedMemory) -> None:
+    def __init__(
+        self,
+        needs: Sequence[Need],
+        iterations: int,
+        begin: int,
+        make: Make,
+        memory: PinnedMemory,
+        largest: Mapping[str, tuple[int, ...]],
+    ) -> None:
         self._memory = memory
         self._made: SimpleQueue[Made] = SimpleQueue()
         self._free: SimpleQueue[_Buffers | None] = SimpleQueue()
         names = dict.fromkeys(name for need in needs for name in need.names)
         example = make(needs[0].iteration, needs[0].index, tuple(names))
         for _ in range(PREFETCHED):
-            self._free.put(_Buffers({name: memory.pinned_like(tensor) for name, tensor in example.inputs.items()}))
+            like = {name: tensor.new_empty(largest.get(name, tensor.shape)) for name, tensor in example.inputs.items()}
+            self._free.put(_Buffers({name: memory.pinned_like(tensor) for name, tensor in like.items()}))
         ended = Event()
         self.end = weakref.finalize(self, _end, ended, self._free)
         # The thread must not refer to this object, because it ends when this object is collected.
@@ -231,7 +246,8 @@ def _prefetch(
             reading = make(need.iteration, need.index, need.names)
             ready = {}
             for name, tensor in reading.inputs.items():
-                ready[name] = buffers.pinned[name][: len(tensor)]  # a short micro-batch has fewer samples
+                # A micro-batch may have fewer samples, or shorter ones.
+                ready[name] = buffers.pinned[name].view(-1)[: tensor.numel()].view(tensor.shape)
                 ready[name].copy_(tensor)
             made.put((need, buffers, replace(reading, inputs=ready)))
     except Exception as error:

@@ -30,7 +30,7 @@ from auto3d.runtime.emulated import EmulatedBackend
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor, Peers
 from auto3d.runtime.gradient_sync import GradientSync
-from auto3d.runtime.incomplete_batch import IncompleteBatches, lay_out_short
+from auto3d.runtime.incomplete_batch import IncompleteBatches
 from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.layout import PlanLayout, RankLayout, lay_out_plan, lay_out_rank
 from auto3d.runtime.loading import ComparedMicroBatch
@@ -45,6 +45,7 @@ from auto3d.runtime.replicas import capture_slices, rank_program
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.same_samples import Readers, SameSamples
 from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
+from auto3d.runtime.sizes import ShorterSamples, SizedStages, lay_out_sized
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.stand_ins import AllParameters
 from auto3d.runtime.state_part import StatePart
@@ -236,19 +237,29 @@ def build_rank(
     )
     stages = backend.stages(layout, tensors, randomness, group)
     compiled = [(stage, layout.captured.graph) for stage in stages.values()]
-    incomplete = None
+
+    def sized(other: CapturedModel) -> SizedStages:
+        own = lay_out_rank(lay_out_sized(common, other), world.rank)
+        found = SizedStages(stages=backend.stages(own, tensors, randomness, group), transfers=own.transfers)
+        for pipe_stage, stage in found.stages.items():
+            stage.weights = stages[pipe_stage].weights
+            compiled.append((stage, own.captured.graph))
+        return found
+
+    incomplete, shorter = None, None
     if data.incomplete is not None:
-        short = lay_out_rank(lay_out_short(common, data.incomplete.short), world.rank)
         incomplete = IncompleteBatches(
             data=data.incomplete,
             plan=plan,
             first_micro_batch=layout.first_micro_batch,
-            stages=backend.stages(short, tensors, randomness, group),
-            transfers=short.transfers,
+            sized=sized(captured.at(data.incomplete.short)),
         )
-        for pipe_stage, stage in incomplete.stages.items():
-            stage.weights = stages[pipe_stage].weights
-            compiled.append((stage, short.captured.graph))
+    if data.lengths is not None:
+        shorter = ShorterSamples(
+            data=data.lengths,
+            first_micro_batch=layout.first_micro_batch,
+            sized={each: sized(captured.for_inputs(inputs)) for each, inputs in data.lengths.inputs.items()},
+        )
     if settings.compile:
         _compile(compiled, world, device)
     totals = Totals(
@@ -283,6 +294,7 @@ def build_rank(
         loss_scale=loss_scale,
         learning_rate=learning_rate_of(settings.optimizer, settings.iterations),
         incomplete=incomplete,
+        shorter=shorter,
         averages=any(traits_of(rule).averages for rule in common.rules.values()),
     )
     rank = Rank(
@@ -404,6 +416,7 @@ def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> M
         same=SameSamples(readers),
         compared=ComparedMicroBatch(readers.stages[0], next_pipeline) if compares else None,
         counting_stage=readers.stages[0] if readers.stages and not layout.replica else None,
+        largest=None if data.lengths is None else {n: v.shape for n, v in layout.captured.graph.inputs.items()},
     )
 
 

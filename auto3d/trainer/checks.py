@@ -101,7 +101,10 @@ def extremes(dataset: Any, main: str) -> list[int]:
     if column is None:
         return []
     rows = ((len(row), row.min(), row.max()) for row in map(np.asarray, column) if row.ndim == 1 and row.size)
-    table = np.array(list(rows))
+    try:
+        table = np.array(list(rows))
+    except ValueError:  # rows of several texts, which are not equally long
+        return []
     if len(table) != len(dataset) or not np.issubdtype(table.dtype, np.integer):
         return []
     lengths, smallest, largest = table.T

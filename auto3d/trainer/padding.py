@@ -1,13 +1,14 @@
 """Padding of samples to one length, because a captured model has fixed shapes."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from auto3d.capture.export import InputSpec
 from auto3d.data.interface import IGNORED
 from auto3d.errors import InputError
 
@@ -27,9 +28,33 @@ class Padding:
     main: str = "input_ids"
     left: bool = False  # whether the tokenizer pads on the left
     places: bool = False  # whether the model has an embedding for each place
+    says: str = "TrainingArguments.sequence_length is"  # who says the length, in words
+
+    def length_of(self, batch: Mapping[str, torch.Tensor]) -> int | None:
+        """The tokens of the longest sequence in ``batch``; None if it has none as the main input."""
+        main = batch.get(self.main)
+        if main is None or main.dim() not in (2, 3) or main.dtype.is_floating_point:
+            return None
+        sequences = (batch[name] for name in (self.main, *self.decoder) if name in batch)
+        return max(each.shape[-1] for each in sequences if each.dim() == main.dim())
+
+    def shapes_at(self, length: int, shapes: Mapping[str, InputSpec]) -> dict[str, InputSpec]:
+        """``shapes`` of a padded sample for one that is padded to another ``length``."""
+        names, at = {*self.values, *self.decoder}, len(shapes[self.main].shape) - 1
+
+        def shape(spec: InputSpec) -> tuple[int, ...]:
+            return *spec.shape[:at], length, *spec.shape[at + 1 :]
+
+        return {
+            name: replace(spec, shape=shape(spec))
+            if name in names and spec.shape[at : at + 1] == (self.length,)
+            else spec
+            for name, spec in shapes.items()
+        }
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        present = batch[self.main].shape[1]
+        at = batch[self.main].dim() - 1  # 1; 2 where a sample is several texts
+        present = batch[self.main].shape[at]
         missing = self._missing(present)
         if missing and self.left and self.places:
             raise InputError(
@@ -41,15 +66,17 @@ class Padding:
             if name in self.decoder:
                 padded[name] = pad(value, (0, self._missing(value.shape[1])), value=self.decoder[name])
                 continue
-            if missing == 0 or value.dim() < 2 or value.shape[1] != present:
+            if missing == 0 or value.dim() <= at or value.shape[at] != present:
+                continue
+            if name == "labels" and value.dtype.is_floating_point:  # numbers of a sample, as many as tokens by chance
                 continue
             if name not in self.values:
                 raise InputError(
                     f"data_collator: {name}: no padding value is known for it; TrainingArguments.sequence_length pads "
                     f"{', '.join(self.values)}; have the collator pad to a fixed length"
                 )
-            filler = value.new_full((value.shape[0], missing, *value.shape[2:]), self.values[name])
-            padded[name] = torch.cat([filler, value] if self.left else [value, filler], dim=1)
+            filler = value.new_full((*value.shape[:at], missing, *value.shape[at + 1 :]), self.values[name])
+            padded[name] = torch.cat([filler, value] if self.left else [value, filler], dim=at)
         if missing and "attention_mask" in self.values and "attention_mask" not in batch:
             raise InputError(
                 "data_collator: it gives no attention_mask, so padding would be attended to; have it give one, or "
@@ -60,16 +87,14 @@ class Padding:
     def _missing(self, present: int) -> int:
         if present > self.length:
             raise InputError(
-                f"train_dataset: a sample has {present} tokens, and TrainingArguments.sequence_length is "
-                f"{self.length}; truncate the samples, or give a larger length"
+                f"train_dataset: a sample has {present} tokens, and {self.says} {self.length}; truncate the "
+                "samples, or give a larger TrainingArguments.sequence_length"
             )
         return self.length - present
 
 
-def padding_of(length: int | None, model: nn.Module, tokenizer: Any) -> Padding | None:
-    """The padding to ``length`` tokens, with the values and on the side of ``tokenizer``; None without a length."""
-    if length is None:
-        return None
+def padding_of(length: int, model: nn.Module, tokenizer: Any, *, is_found: bool = False) -> Padding:
+    """The padding to ``length`` tokens, which the samples say if it ``is_found``, as ``tokenizer`` pads."""
     config = getattr(model, "config", None)
     token = getattr(tokenizer, "pad_token_id", None)
     token = getattr(config, "pad_token_id", None) if token is None else token
@@ -88,6 +113,7 @@ def padding_of(length: int | None, model: nn.Module, tokenizer: Any) -> Padding 
         main=getattr(model, "main_input_name", "input_ids"),
         left=getattr(tokenizer, "padding_side", "right") == "left",
         places=_has_any(config, _PLACES) and not _has_any(config, _RELATIVE),
+        says="the longest was found to have" if is_found else Padding.says,
     )
 
 

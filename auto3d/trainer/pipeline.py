@@ -58,6 +58,7 @@ class Pipeline:
     training: Training | None  # None until ``start``
     settings: TrainingSettings  # settings of the training
     inputs: Mapping[str, InputSpec]  # inputs of a sample, for which the model was captured
+    captured_lengths: tuple[int, ...] = ()  # shorter ones of samples, for which it was captured too
 
     def __init__(self, model: nn.Module, args: TrainingArguments) -> None:
         self._model, self._args = model, args
@@ -167,6 +168,7 @@ class Pipeline:
             tell_left_out(updates, self._left_out)
         self.settings = training_settings(self._args, iterations, updates, loss_mean)
         data = data.of_plan(captured, plan, self.settings)
+        self.captured_lengths = data.captured_lengths
         self.training = Training(
             captured, plan, self.settings, data, setup().world, state=self._weights, checkpoints=checkpoints
         )
@@ -208,6 +210,10 @@ class Pipeline:
         """Whether the pipeline must start again: the model has other traits than when it was planned, or its code would
         read other values."""
         return self._traits != dict(traits_of(self._model)) or bool(self.value_changed)
+
+    def has_other_shapes(self, shapes: Mapping[str, InputSpec]) -> bool:
+        """Whether it was made for samples whose inputs, of those that both have, are of other ``shapes``."""
+        return any(self.inputs.get(name, spec) != spec for name, spec in shapes.items())
 
     @property
     def value_changed(self) -> str:

@@ -5,6 +5,7 @@ Every rank knows the order of the samples; it loads and collates only micro-batc
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Lock
 from typing import Any, Protocol
 
@@ -19,12 +20,13 @@ from auto3d.capture.model import CapturedModel
 from auto3d.data import BatchSlice
 from auto3d.data.drawing import drawing
 from auto3d.data.fingerprint import fingerprints
-from auto3d.data.interface import IGNORED, Incomplete, Reading
+from auto3d.data.interface import IGNORED, Incomplete, Lengths, Reading
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.batch_targets import check_filled, check_statistics
 from auto3d.runtime.incomplete_batch import why_not
 from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
+from auto3d.runtime.sizes import why_not_sized
 from auto3d.trainer.item_fingerprint import item_fingerprints
 from auto3d.trainer.padding import Padding
 from auto3d.trainer.stream import Stream, numbers_in
@@ -109,6 +111,9 @@ class CollatedData:
     limits: Mapping[str, int] = field(default_factory=dict)  # whole numbers of an input are from 0 to below its limit
     missing: int = 0  # samples that the last global batch of an epoch lacks
     incomplete: Incomplete | None = None  # the batches that are not filled with samples that do not count
+    sample_lengths: np.ndarray | None = None  # [samples of the dataset], where they differ
+    captured_lengths: tuple[int, ...] = ()  # shorter ones than that of ``padding``, to which micro-batches are padded
+    lengths: Lengths | None = None  # what runs at these
 
     def with_shapes(self) -> "CollatedData":
         """The same data, all of whose batches must have the inputs and shapes of its first samples."""
@@ -172,6 +177,36 @@ class CollatedData:
 
         Raises InputError if neither can be.
         """
+        return self._of_lengths(captured, plan, settings)._of_missing(captured, plan, settings)
+
+    def _of_lengths(self, captured: CapturedModel, plan: Plan, settings: TrainingSettings) -> "CollatedData":
+        """The same data, whose micro-batches of shorter samples run at ``captured_lengths`` if the plan can do so."""
+        if not self.captured_lengths:
+            return self
+        inputs = {length: self._inputs_of(length) for length in self.captured_lengths}
+        if settings.loss_mean == SUMMED_ITEMS or plan.tp > 1:
+            return replace(self, captured_lengths=())
+        for length in self.captured_lengths:
+            other = partial(captured.for_inputs, inputs[length])
+            if why_not_sized(captured, other, plan, settings, f"samples of {length} tokens"):
+                return replace(self, captured_lengths=())
+        return replace(self, lengths=Lengths(inputs, partial(self.length_of, size=plan.micro_batch_size)))
+
+    def _inputs_of(self, length: int) -> dict[str, InputSpec]:
+        """The inputs of a sample that is padded to ``length``."""
+        assert self.padding is not None
+        return self.padding.shapes_at(length, self.shapes)
+
+    def length_of(self, iteration: int, index: int, *, size: int) -> int | None:
+        """The length, of ``captured_lengths``, of micro-batch ``index`` of the global batch, of ``size`` samples; None:
+        that of ``padding``. A micro-batch that lacks samples has this one too."""
+        samples = self.order.of(iteration)[index * size : (index + 1) * size]
+        if self.sample_lengths is None or len(samples) < size:
+            return None
+        longest = self.sample_lengths[np.asarray(samples)].max()
+        return next((length for length in self.captured_lengths if longest <= length), None)
+
+    def _of_missing(self, captured: CapturedModel, plan: Plan, settings: TrainingSettings) -> "CollatedData":
         if not self.missing:
             return self
         terms = LossTerms() if settings.loss_mean == SUMMED_ITEMS else loss_terms(captured.exported)
@@ -207,9 +242,12 @@ class CollatedData:
         return self.read(samples, seed, fingerprints=False)[0]
 
     def read(
-        self, samples: Sequence[int], seed: Sequence[int], *, fingerprints: bool
+        self, samples: Sequence[int], seed: Sequence[int], *, fingerprints: bool, length: int | None = None
     ) -> tuple[dict[str, torch.Tensor], np.ndarray | None]:
-        """``collated(samples, seed)``, and if wanted the ``fingerprints(samples, seed)``."""
+        """``collated(samples, seed)``, and if wanted the ``fingerprints(samples, seed)``.
+
+        ``length`` is one of ``captured_lengths``; None: that of ``padding``.
+        """
         with drawing() as begin:
             begin(self.seed, *seed)
             # A collator may take keys out of samples, which another read meets again.
@@ -225,7 +263,8 @@ class CollatedData:
                 )
             tensors[name] = value
             self._check_limit(name, value)
-        return (self.padding(tensors) if self.padding is not None else tensors), of_items
+        padding = self.padding if length is None or self.padding is None else replace(self.padding, length=length)
+        return (padding(tensors) if padding is not None else tensors), of_items
 
     def fingerprints(self, samples: Sequence[int], seed: Sequence[int]) -> np.ndarray | None:
         """Fingerprints of the samples before they are collated; None if they hold what has none."""
@@ -263,8 +302,10 @@ class CollatedBatches:
         draw = samples or of_iteration[:1], [iteration, index]
         if not names and (of_items := data.fingerprints(*draw)) is not None:
             return Reading(fingerprints=of_items)
-        batch, of_items = data.read(*draw, fingerprints=part.read_once)
-        check_shapes(batch, data.shapes, samples=len(samples) or 1)
+        length = None if data.lengths is None else data.lengths.of(iteration, index)
+        batch, of_items = data.read(*draw, fingerprints=part.read_once, length=length)
+        shapes = data.shapes if data.lengths is None or length is None else data.lengths.inputs[length]
+        check_shapes(batch, shapes, samples=len(samples) or 1)
         each = size // part.replicas  # an incomplete batch that is not filled has no replicas
         first = part.replica * each
         whole = {name: self._filled(name, value, len(samples)) for name, value in batch.items()}

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -41,11 +42,12 @@ from auto3d.trainer.checks import check_padding, check_same_data, check_samples,
 from auto3d.trainer.evaluation import Evaluation, check_batches, check_evaluation, evaluated, metrics_of, shifts_labels
 from auto3d.trainer.folders import check_complete, last_complete, load_weights, write_state
 from auto3d.trainer.instance import kept_by_forward, separate
+from auto3d.trainer.lengths import lengths_of, lengths_to_capture
 from auto3d.trainer.looks import is_of_user, may_look, reached, words_of
 from auto3d.trainer.loss_mean import loss_mean_of
 from auto3d.trainer.optimizer import KEPT, StateOnRanks, numbers_of, take_thawed
 from auto3d.trainer.own_loss import SMOOTHING, ComputeLoss
-from auto3d.trainer.padding import padding_of
+from auto3d.trainer.padding import Padding, padding_of
 from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.predictions import stand_in_labels
 from auto3d.trainer.rank_zero import of_rank_0, tell
@@ -127,6 +129,7 @@ class Trainer(transformers.Trainer):
         self._between_steps = False
         self._first_item: int | None = None  # see CollatedData
         self._has_told_of_values = False  # see _follow_values
+        self._length: int | None = None  # tokens to which samples are padded where the arguments do not say it
         self._stands_in = False  # whether the pipeline was made for labels that stand in, since samples had none
         self._iterations: Iterator[tuple[int, IterationResult]] = iter(())
         self._made_of: tuple[Any, dict[str, Any]] = None, {}  # an optimizer of transformers, and arguments for it
@@ -321,6 +324,9 @@ class Trainer(transformers.Trainer):
                 f"Trainer.train: resume_from_checkpoint: {resume_from_checkpoint}: its state is after "
                 f"{training.first} steps, its trainer_state.json after {self.state.global_step}"
             )
+        if self._length is not None:
+            to = [*map(str, self._pipeline.captured_lengths), str(self._length)]
+            tell(f"samples differ in length: each micro-batch is padded to {' or '.join(to)} tokens")
         self._check_evaluations()
         self._check_reads(data)
         self._iterations, self._data, self._max_steps = training.iterations(), data, max_steps
@@ -563,7 +569,12 @@ class Trainer(transformers.Trainer):
                     "smaller batches"
                 )
             missing = -samples % global_batch if max_steps >= self._updates_per_epoch else 0
+        self._length = None
+        lengths = self._find_length([loader, *self._loaders_of_evaluations().values()])
         data = replace(self._collated(loader, self._order), missing=missing).with_shapes()
+        if lengths is not None and self._length is not None:
+            captured = lengths_to_capture(self._of_micro_batches(lengths, max_steps), self._length)[:-1]
+            data = replace(data, sample_lengths=lengths, captured_lengths=captured)
         check_samples(data, self._main_input, timeout_s=self.args.ddp_timeout)
         of_rank_0(
             lambda: check_padding(self.model, self.compute_loss, data, self._main_input),
@@ -583,11 +594,45 @@ class Trainer(transformers.Trainer):
             dataset=order if isinstance(order, Stream) else loader.dataset,
             collate=loader.collate_fn,
             order=order,
-            padding=padding_of(self.args.sequence_length, self.model, self._tokenizer()),
+            padding=self._padding(self.args.sequence_length or self._length),
             seed=self.args.seed,
             label_names=tuple(self.label_names),
             limits=limits_of(self.model, self._main_input, self.label_names),
         )
+
+    def _padding(self, length: int | None) -> Padding | None:
+        if length is None:
+            return None
+        return padding_of(length, self.model, self._tokenizer(), is_found=self.args.sequence_length is None)
+
+    def _of_micro_batches(self, lengths: np.ndarray, max_steps: int) -> np.ndarray:
+        """The tokens of the longest sample in each micro-batch of the first epoch, or of as much as tells them all."""
+        steps = (self._order.of(step) for step in range(min(max_steps, self._updates_per_epoch, 1000)))
+        size = self._pipeline.batch.micro_batch_size
+        parts = (samples[first : first + size] for samples in steps for first in range(0, len(samples), size))
+        return np.array([lengths[np.asarray(part)].max() for part in parts])
+
+    def _find_length(self, loaders: Sequence[Any]) -> np.ndarray | None:
+        """Let samples be padded to the longest of all ``loaders``, if they differ in length; all ranks must call it.
+
+        Returns the lengths of the samples of the first, if they are known.
+        """
+        if self.args.sequence_length is not None:
+            return None
+        padding = padding_of(0, self.model, self._tokenizer())
+
+        def lengths() -> tuple[int | None, np.ndarray | None]:
+            plain = (replace(self._collated(each, InOrder(0, 1)), padding=None) for each in loaders)
+            found = [lengths_of(data, padding) for data in plain]
+            known = [each for each in found if each is not None]
+            if all(each.min() == each.max() for each in known):
+                return None, None
+            return max(int(each.max()) for each in known), found[0]
+
+        longest, first = of_rank_0(lengths, "to find how long samples are", timeout_s=self.args.ddp_timeout)
+        if longest is not None and longest > (self._length or 0):
+            self._length = longest
+        return first
 
     @property
     def _main_input(self) -> str:
@@ -667,7 +712,8 @@ class Trainer(transformers.Trainer):
         check_attributes(self, self._made_with)
         data = self._evaluation_data(dataloader)
         needs_labels = self._stands_in and not data.lacks_labels
-        if self._pipeline.training is None or (not self.is_in_train and (self._pipeline.is_outdated or needs_labels)):
+        is_other = self._pipeline.is_outdated or needs_labels or self._pipeline.has_other_shapes(data.shapes)
+        if self._pipeline.training is None or (not self.is_in_train and is_other):
             self._start(data, 1, None)
         elif self.is_in_train:
             self._follow_values()
@@ -710,6 +756,8 @@ class Trainer(transformers.Trainer):
                 "give it some, or leave it out"
             )
         order = InOrder(samples, self._pipeline.batch.global_batch)
+        if not self.is_in_train:
+            self._find_length([loader])
         return self._collated(loader, order).with_shapes()
 
     def _evaluation_of(
@@ -724,14 +772,18 @@ class Trainer(transformers.Trainer):
                 self._pipeline, data, self.args, samples=data.order.samples, loss_only=loss_only, ignored=ignored
             )
 
+    def _loaders_of_evaluations(self) -> dict[str, Any]:
+        """The loaders of the evaluations that the training will run, by the names of several."""
+        if self.args.eval_strategy == "no" or self.eval_dataset is None:
+            return {}
+        datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        return {name: self.get_eval_dataloader(dataset) for name, dataset in datasets.items()}
+
     def _check_evaluations(self) -> None:
         """Raise the errors of the evaluations that the training will run, before its first iteration."""
-        if self.args.eval_strategy == "no" or self.eval_dataset is None:
-            return
-        datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
         loss_only = self.compute_metrics is None or self.args.prediction_loss_only
-        for name, dataset in datasets.items():
-            data = self._evaluation_data(self.get_eval_dataloader(dataset))
+        for name, loader in self._loaders_of_evaluations().items():
+            data = self._evaluation_data(loader)
             check_same_data(data, f"eval_dataset{f'[{name!r}]' * bool(name)}", timeout_s=self.args.ddp_timeout)
             evaluation = self._evaluation_of(data, loss_only=loss_only)
             check_samples(data, self._main_input, timeout_s=self.args.ddp_timeout)

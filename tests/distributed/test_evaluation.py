@@ -192,6 +192,7 @@ class Labelled:
     has_labels: bool = True
     may_ignore_targets: bool = True
     incomplete: None = None
+    lengths: None = None
     read_once: bool = False
 
     def reads(self, names: Collection[str]) -> bool:

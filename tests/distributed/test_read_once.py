@@ -24,6 +24,7 @@ class ReadOnce:
 
     read_once = True
     incomplete = None
+    lengths = None
 
     @property
     def may_ignore_targets(self) -> bool:

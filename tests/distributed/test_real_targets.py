@@ -40,6 +40,7 @@ class UnevenLabels:
     may_ignore_targets: bool = True
     has_targets: bool = True  # False: all labels are ignored
     incomplete: None = None
+    lengths: None = None
     read_once: bool = False
 
     def reads(self, names: Collection[str]) -> bool:

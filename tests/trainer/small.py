@@ -194,7 +194,7 @@ FAULTS = {  # code that makes the trainer, and words of its error
     ),
     "unequal lengths": (
         lambda: trainer(data=with_labels(faulty(rows(), 23, [5] * 12))),
-        "if samples differ in length, give TrainingArguments.sequence_length",
+        "data_collator: it makes no batch of samples 23 and 0, which are not equally long",
     ),
     "another order on each rank": (
         lambda: trainer(data=with_labels(SystemRandom().sample(rows(), 32))),
@@ -216,7 +216,7 @@ FAULTS = {  # code that makes the trainer, and words of its error
     ),
     "one longer sample in evaluation": (
         lambda: trainer(eval_dataset=with_labels(faulty(rows(8), 5, [5] * 17)), **AT_THE_END),
-        "dataset: sample 5: data_collator: ",
+        "data_collator: it makes no batch of samples 0 and 5, which are not equally long",
     ),
     "batches of evaluation that no micro-batches make up": (
         lambda: trainer(eval_dataset=ignoring(rows(8)), per_device_eval_batch_size=3, **AT_THE_END),

@@ -23,7 +23,6 @@ from tests.trainer.scripts import begin, free_port
 CHANGED = "\nTrainer, TrainingArguments = CLASSES"
 FOLDER = Path(__file__).parent / "real"
 TIMES = ("runtime", "per_second", "total_flos")  # keys of figures that differ from run to run
-PADDED = {"summarization": 24, "named_entities": 128}  # sequence_length of scripts whose samples differ in length
 AS_ONE_PROCESS = (
     "audio",
     "distillation",
@@ -47,9 +46,7 @@ def run(world, name, folder, port, **degrees):
 
     def arguments(*, gradient_accumulation_steps, **given):
         steps = gradient_accumulation_steps // degrees.get("dp", 1)
-        return auto3d.TrainingArguments(
-            gradient_accumulation_steps=steps, sequence_length=PADDED.get(name), ddp_timeout=60, **given
-        )
+        return auto3d.TrainingArguments(gradient_accumulation_steps=steps, ddp_timeout=60, **given)
 
     classes = (auto3d.Trainer, arguments) if degrees else (transformers.Trainer, transformers.TrainingArguments)
     script = folder / f"rank-{world.rank}.py"

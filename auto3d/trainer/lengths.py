@@ -1,0 +1,126 @@
+"""How long samples are: a captured model has fixed shapes, to which the samples of other lengths are padded."""
+
+from collections.abc import Iterator, Sequence
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from auto3d.errors import InputError
+from auto3d.trainer.padding import Padding
+from auto3d.trainer.samples import CollatedData
+from auto3d.trainer.stream import is_stream
+
+MOST = 4  # lengths at which a model is captured: each takes as long as the first
+_WORTH = 0.1  # fraction of the tokens that another length must save
+_STEP = 8  # lengths to capture are multiples of it, which kernels of GPUs need to be fast
+
+_PATIENCE_S = 10.0  # reading samples one by one, all of which are equally long, ends then
+
+
+def lengths_of(data: CollatedData, padding: Padding) -> np.ndarray | None:
+    """[samples] the tokens of each sample of ``data``, which are not padded, as their collator makes it by itself.
+
+    ``padding`` says which inputs are sequences. None: there are none, or nothing is known of them, as of a stream.
+    Raises InputError if lengths differ, and the collator makes no batch of such samples.
+    """
+    if is_stream(data.dataset) or not len(data.dataset) or _length(data, padding, 0) is None:
+        return None
+    lengths = _column_lengths(data.dataset, padding)
+    if lengths is not None:
+        tried = sorted({0, int(lengths.argmin()), int(lengths.argmax())})
+        if [_length(data, padding, place) for place in tried] != lengths[tried].tolist():
+            lengths = None  # the collator cuts, or adds tokens
+    if lengths is None:
+        lengths = _read_lengths(data, padding)
+    if lengths is not None and lengths.min() < lengths.max():
+        _check_collates(data, padding.main, int(lengths.argmin()), int(lengths.argmax()))
+    return lengths
+
+
+def _length(data: CollatedData, padding: Padding, place: int) -> int | None:
+    """The tokens of the sample at this place; None if it has no sequence of tokens."""
+    try:
+        return padding.length_of(data.collated([place], [0, 0]))
+    except InputError:
+        raise
+    except Exception:  # a collator of the user's may need several samples
+        return None
+
+
+def _column_lengths(dataset: Any, padding: Padding) -> np.ndarray | None:
+    """[samples] the most entries of a sample in a sequence, where that is known without making the samples."""
+    names = [padding.main, *padding.decoder]
+    rows: Iterator[Sequence[Any]]
+    if isinstance(dataset, list | tuple) and all(isinstance(each, dict) and padding.main in each for each in dataset):
+        rows = ([each[name] for name in names if each.get(name) is not None] for each in dataset)
+    elif padding.main in (getattr(dataset, "column_names", None) or ()) and hasattr(dataset, "with_format"):
+        present = [name for name in names if name in dataset.column_names]
+        plain = dataset.with_format("numpy", columns=present)
+        rows = (row for batch in plain.iter(1000) for row in zip(*(batch[name] for name in present), strict=True))
+    else:
+        return None
+    try:
+        return np.array([max(len(value) for value in row) for row in rows])
+    except TypeError:  # a number has no length
+        return None
+
+
+def _read_lengths(data: CollatedData, padding: Padding) -> np.ndarray | None:
+    """[samples] their lengths, from each sample by itself; None if all are equally long as far as patience goes."""
+    lengths, until = np.zeros(len(data.dataset), dtype=np.int64), monotonic() + _PATIENCE_S
+    for place in range(len(lengths)):
+        found = _length(data, padding, place)
+        if found is None:
+            return None
+        lengths[place] = found
+        if monotonic() > until and lengths[0] == lengths[: place + 1].max() == lengths[: place + 1].min():
+            return None
+    return lengths
+
+
+def _check_collates(data: CollatedData, main: str, shortest: int, longest: int) -> None:
+    try:
+        rows = len(data.collated([shortest, longest], [0, 0])[main])
+    except InputError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines()[:1]
+        raise InputError(
+            f"data_collator: it makes no batch of samples {shortest} and {longest}, which are not equally long "
+            f"({type(error).__name__}: {''.join(reason)}); give one that pads, such as DataCollatorWithPadding"
+        ) from None
+    if rows != 2:
+        raise InputError(
+            f"data_collator: of samples {shortest} and {longest} it makes {main} with {rows} row: a pipeline needs one "
+            "for each sample; pack the samples of the dataset instead, or give a collator that pads"
+        )
+
+
+def lengths_to_capture(of_micro_batches: np.ndarray, longest: int) -> tuple[int, ...]:
+    """The few lengths, ``longest`` and shorter ones, with which micro-batches that are padded to one have few tokens.
+
+    ``of_micro_batches`` has the tokens of their longest samples. Each length but the longest saves at least a tenth.
+    """
+    rounded = np.minimum(-(-of_micro_batches // _STEP) * _STEP, longest)
+    lengths, counts = np.unique(np.append(rounded, longest), return_counts=True)
+    before = np.concatenate([[0], np.cumsum(counts)])  # micro-batches shorter than each length
+    # Row by row: the fewest tokens of the micro-batches up to each length, with one captured length more, and its cut.
+    tokens, cuts = lengths * before[1:], [np.zeros(len(lengths), dtype=np.int64)]
+    best = int(tokens[-1])
+    for _ in range(1, min(MOST, len(lengths))):
+        through = np.concatenate([[0], tokens])[None, :-1] + lengths[:, None] * (before[1:, None] - before[None, :-1])
+        through = np.where(np.tri(len(lengths), dtype=bool), through, np.iinfo(np.int64).max)
+        cut = through.argmin(axis=1)
+        tokens = through[np.arange(len(lengths)), cut]
+        if tokens[-1] > (1 - _WORTH) * best:
+            break
+        best = int(tokens[-1])
+        cuts.append(cut)
+    found, end = [len(lengths) - 1], len(lengths) - 1
+    for cut in reversed(cuts[1:]):
+        end = int(cut[end]) - 1
+        if end < 0:
+            break
+        found.append(end)
+    return tuple(int(lengths[each]) for each in reversed(found))

@@ -1,0 +1,143 @@
+"""Samples of many lengths, which a collator pads to the longest of a batch: the numbers of one transformers process."""
+
+from functools import partial
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from transformers import BertConfig, BertForTokenClassification, DataCollatorForTokenClassification
+
+from auto3d.errors import InputError
+from auto3d.trainer.lengths import MOST, lengths_of, lengths_to_capture
+from auto3d.trainer.padding import Padding
+from auto3d.trainer.samples import CollatedData, InOrder
+from tests.soak import soak
+from tests.trainer import small
+from tests.trainer.scripts import begin, free_port
+
+
+def tagged(lengths, seed=0):
+    """Tokens and a tag of each."""
+    random = np.random.default_rng(seed)
+    texts = [random.integers(3, 64, length).tolist() for length in lengths]
+    return [{"input_ids": text, "labels": [token % 3 for token in text]} for text in texts]
+
+
+class Texts(torch.utils.data.Dataset):
+    """Nothing is known of a sample before it is read."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, place):
+        return dict(self.samples[place])
+
+
+TRAINED = np.random.default_rng(1).permutation([*range(4, 16)] * 3 + [28, 31]).tolist()  # an epoch ends in part
+EVALUATED, PREDICTED = [7, 33, 12, 5, 9, 21], [8, 3, 40, 11]
+
+
+def trained(world, folder, port, *classes, **degrees):
+    """Losses, norms and evaluations; then the predictions for the real places of samples that are longer still, their
+    loss, and the lengths to which the pipeline has padded beside that of the longest sample."""
+    begin(world, folder, port, ours=not classes, **degrees)
+    tokens = small.tokenizer()
+    transformers.set_seed(0)
+    model = BertForTokenClassification(BertConfig(**small.SIZES, **small.UNDROPPED, num_labels=3))
+    options = {"classes": classes} if classes else {}
+    made = small.trainer(
+        model,
+        Texts(tagged(TRAINED)),
+        collator=DataCollatorForTokenClassification(tokens),
+        processing_class=tokens,
+        eval_dataset=tagged(EVALUATED, 1),
+        eval_strategy="steps",
+        eval_steps=6,
+        max_steps=6,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=4 // degrees.get("dp", 1),
+        **options,
+    )
+    made.train()
+    captured = () if classes else made._pipeline.captured_lengths
+    keys = ("loss", "grad_norm", "eval_loss")
+    logged = [entry[key] for entry in made.state.log_history for key in keys if key in entry]
+    predicted = made.predict(tagged(PREDICTED, 2))
+    return logged, predicted.predictions[predicted.label_ids != -100], predicted.metrics["test_loss"], captured
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 2}, *soak({"dp": 2, "pp": 2})], ids=str)
+def test_samples_of_many_lengths_train_as_in_one_process(degrees, processes, tmp_path):
+    classes = transformers.Trainer, transformers.TrainingArguments
+    ((logged, predictions, loss, _),) = processes.run(1, trained, tmp_path, None, *classes)
+    size = 2 * degrees.get("dp", 1)
+    for found, predicted, loss_here, captured in processes.run(
+        size, partial(trained, **degrees), tmp_path, free_port()
+    ):
+        assert captured == (16,), "micro-batches whose samples are short run at their own length"
+        assert found == pytest.approx(logged, rel=1e-4)
+        np.testing.assert_allclose(predicted, predictions, rtol=1e-3, atol=1e-4)
+        assert loss_here == pytest.approx(loss, rel=1e-4)
+
+
+def tokens_at(lengths, captured):
+    return sum(min(each for each in captured if each >= length) for length in lengths)
+
+
+def test_micro_batches_are_padded_to_the_few_lengths_with_fewest_tokens():
+    random = np.random.default_rng(0)
+    for _ in range(100):
+        longest = int(random.integers(9, 60))
+        lengths = random.integers(1, longest + 1, random.integers(1, 12))
+        found = lengths_to_capture(lengths, longest)
+        possible = sorted({min(-(-int(each) // 8) * 8, longest) for each in lengths} - {longest})
+        all_of_them = [*lengths, longest]
+        fewest = [
+            min(tokens_at(all_of_them, (*each, longest)) for each in combinations(possible, count))
+            for count in range(min(MOST, len(possible) + 1))
+        ]
+        wanted = next((n for n in range(len(fewest) - 1) if fewest[n + 1] > 0.9 * fewest[n]), len(fewest) - 1)
+        assert len(found) == wanted + 1
+        assert tokens_at(all_of_them, found) == fewest[wanted]
+
+
+def of(dataset, collate):
+    return CollatedData(dataset=dataset, collate=collate, order=InOrder(0, 1))
+
+
+PADDING = Padding(length=0, values={"input_ids": 0, "attention_mask": 0, "labels": -100}, decoder={})
+
+
+def padded(samples, most=100):
+    length = min(most, max(len(each["input_ids"]) for each in samples))
+    rows = [each["input_ids"][:length] for each in samples]
+    return {"input_ids": torch.tensor([row + [0] * (length - len(row)) for row in rows])}
+
+
+@pytest.mark.parametrize("kind", [list, Texts, Dataset.from_list], ids=["list", "own", "datasets"])
+@pytest.mark.parametrize("most", [100, 9])
+def test_lengths_are_those_that_the_collator_makes(kind, most):
+    data = of(kind(tagged([4, 9, 2, 17])), partial(padded, most=most))
+    assert lengths_of(data, PADDING).tolist() == [min(each, most) for each in (4, 9, 2, 17)]
+
+
+def test_no_lengths_are_known_of_samples_without_a_sequence():
+    images = [{"pixels": torch.zeros(3, 4, 4)}] * 3
+    assert (
+        lengths_of(of(images, lambda samples: {"pixels": torch.stack([each["pixels"] for each in samples])}), PADDING)
+        is None
+    )
+
+
+def test_a_collator_that_does_not_pad_is_named_with_the_samples():
+    def collate(samples):
+        return {"input_ids": torch.stack([torch.tensor(each["input_ids"]) for each in samples])}
+
+    with pytest.raises(InputError, match="data_collator: it makes no batch of samples 2 and 1, which are not equally"):
+        lengths_of(of(tagged([4, 9, 2]), collate), PADDING)
