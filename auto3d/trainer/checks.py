@@ -18,14 +18,15 @@ from auto3d.trainer.rank_zero import of_rank_0
 from auto3d.trainer.samples import CollatedData, bytes_of
 
 MOST_FLOPS = 1e11  # a forward that only a check runs has no more
+_TRIED = 4  # pairs of samples that are tried of any dataset
 ALIKE = 1e-4  # difference of two losses that rounding may explain
 
 
 def check_samples(data: CollatedData, main: str, *, timeout_s: float) -> None:
     """Raise InputError if the longest or shortest sample, or the one with the largest or smallest token, cannot train.
 
-    Rank 0 finds them where that is cheap: in a list of dicts, and in a column of a ``datasets.Dataset``. Batches of
-    other datasets are checked when they are loaded. All ranks must call it.
+    Rank 0 finds them where that is cheap: in a list of dicts, and in a column of a ``datasets.Dataset``. A few others
+    are tried of any dataset; its other batches are checked when they are loaded. All ranks must call it.
     """
     positions = of_rank_0(lambda: extremes(data.dataset, main), "to look through the dataset", timeout_s=timeout_s)
     for position in positions:
@@ -33,6 +34,12 @@ def check_samples(data: CollatedData, main: str, *, timeout_s: float) -> None:
             data.check([position])
         except InputError as error:
             raise InputError(f"dataset: sample {position}: {error}") from None
+    count = len(data.dataset) if hasattr(data.dataset, "__len__") else 0
+    for first in range(0, count - 1, max(2, count // _TRIED)):
+        try:
+            data.check([first, first + 1])  # a collator may need several
+        except InputError as error:
+            raise InputError(f"dataset: samples {first} and {first + 1}: {error}") from None
 
 
 def check_same_data(data: CollatedData, name: str, *, timeout_s: float) -> None:

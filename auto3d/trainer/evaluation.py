@@ -1,7 +1,7 @@
 """An evaluation or prediction in the pipeline, as the numbers that transformers reports."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,14 @@ from auto3d.trainer.predictions import (
     Predictions,
     check_uniform,
     in_batches,
+    joined,
     losses_of_samples,
     one_or_tuple,
     predictions_of,
 )
 from auto3d.trainer.rank_zero import of_rank_0
 from auto3d.trainer.samples import CollatedData, InOrder
+from auto3d.trainer.widths import Widths, lengthened, widths_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,7 @@ class Evaluation:
     has_labels: bool
     at_once: int  # samples that run at once
     last: int  # samples at the end that run by themselves, since nothing can fill a batch of them
+    of_decoder: Mapping[str, bool] = field(default_factory=dict)  # that of Widths, where samples are padded
 
 
 def check_evaluation(
@@ -110,7 +113,12 @@ def check_evaluation(
                 f"Trainer: the samples have no {' and '.join(missing)}, and what the model is to compute depends on "
                 "that"
             )
-    return Evaluation(samples=samples, predictions=names, has_labels=has_labels, at_once=at_once, last=last)
+    of_decoder = {}
+    if names and data.padding is not None:
+        of_decoder = lengthened(pipeline.build, pipeline.inputs, data.padding, device=args.device.type)
+    return Evaluation(
+        samples=samples, predictions=names, has_labels=has_labels, at_once=at_once, last=last, of_decoder=of_decoder
+    )
 
 
 def evaluated(
@@ -135,10 +143,29 @@ def evaluated(
     # A collator may draw: metrics must get the labels of the draw that the stages have read.
     if unread := [name for name in asked if name not in result.inputs]:
         raise InputError(f"Trainer: the model does not use {' and '.join(unread)}, so no stage reads it; leave it out")
-    labels = tuple(result.inputs[name][:samples] for name in kept)
-    predictions = tree_map(lambda name: result.outputs[name][:samples], evaluation.predictions)
+    widths = None
+    if evaluation.of_decoder:
+        found = of_rank_0(lambda: widths_of(data, batch), "to collate", timeout_s=args.ddp_timeout)
+        widths = Widths(batches=found, of_decoder=evaluation.of_decoder, left=data.padding.left)  # type: ignore[union-attr]
+
+    def cut(name: str, value: torch.Tensor, number: int) -> torch.Tensor:
+        value = value[:samples][number * batch : (number + 1) * batch]
+        return value if widths is None else widths.cut(name, value, number)
+
+    def of_batch(number: int) -> tuple[Any, Any]:
+        return (
+            tree_map(lambda name: cut(name, result.outputs[name], number), evaluation.predictions),
+            tuple(cut(name, result.inputs[name], number) for name in kept),
+        )
+
+    batches = [of_batch(number) for number in range(-(-samples // batch))]
+    predictions = tree_map(lambda *parts: joined(parts), *(outputs for outputs, _ in batches))
+    labels = tuple(joined(parts) for parts in zip(*(each for _, each in batches), strict=True))
     if preprocess is not None and predictions:
-        predictions = in_batches(preprocess, predictions, labels, batch)
+        predictions = in_batches(preprocess, batches)
+    inputs = None
+    if main_input:
+        inputs = joined([cut(main_input, result.inputs[main_input], number) for number in range(len(batches))]).numpy()
     of_labels = tuple(each.numpy() for each in labels)
     is_summed = pipeline.settings.loss_mean == SUMMED_ITEMS
     return Evaluated(
@@ -147,7 +174,7 @@ def evaluated(
         losses=result.losses if has_labels else None,
         targets=[1.0] * len(result.losses) if is_summed else result.targets,
         labels=of_labels,
-        inputs=result.inputs[main_input][:samples].numpy() if main_input else None,
+        inputs=inputs,
         at_once=evaluation.at_once,
     )
 

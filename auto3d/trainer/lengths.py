@@ -15,6 +15,7 @@ MOST = 4  # lengths at which a model is captured: each takes as long as the firs
 _WORTH = 0.1  # fraction of the tokens that another length must save
 _STEP = 8  # lengths to capture are multiples of it, which kernels of GPUs need to be fast
 
+_FIRST_OF_STREAM = 64  # samples of a stream that are looked at
 _PATIENCE_S = 10.0  # reading samples one by one, all of which are equally long, ends then
 
 
@@ -36,6 +37,17 @@ def lengths_of(data: CollatedData, padding: Padding) -> np.ndarray | None:
     if lengths is not None and lengths.min() < lengths.max():
         _check_collates(data, padding.main, int(lengths.argmin()), int(lengths.argmax()))
     return lengths
+
+
+def check_stream_lengths(data: CollatedData, padding: Padding) -> None:
+    """Raise InputError if the first samples of a stream differ in length, of which nobody knows the longest."""
+    found = (_length(data, padding, number) for number in data.order.of(0)[:_FIRST_OF_STREAM])
+    lengths = {each for each in found if each is not None}
+    if len(lengths) > 1:
+        raise InputError(
+            f"train_dataset: its stream begins with samples of {min(lengths)} to {max(lengths)} tokens, and how long "
+            "others are is not known; give TrainingArguments.sequence_length, to which all are padded"
+        )
 
 
 def _length(data: CollatedData, padding: Padding, place: int) -> int | None:

@@ -38,9 +38,16 @@ class Padding:
         sequences = (batch[name] for name in (self.main, *self.decoder) if name in batch)
         return max(each.shape[-1] for each in sequences if each.dim() == main.dim())
 
-    def shapes_at(self, length: int, shapes: Mapping[str, InputSpec]) -> dict[str, InputSpec]:
-        """``shapes`` of a padded sample for one that is padded to another ``length``."""
+    def shapes_at(
+        self, length: int, shapes: Mapping[str, InputSpec], *, decoder: bool | None = None
+    ) -> dict[str, InputSpec]:
+        """``shapes`` of a padded sample for one that is padded to another ``length``.
+
+        With ``decoder``, only the inputs of a decoder are, or only the others.
+        """
         names, at = {*self.values, *self.decoder}, len(shapes[self.main].shape) - 1
+        if decoder is not None:
+            names = {*self.decoder} if decoder else names - self.decoder.keys()
 
         def shape(spec: InputSpec) -> tuple[int, ...]:
             return *spec.shape[:at], length, *spec.shape[at + 1 :]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from auto3d.capture.empty import empty_model
 from auto3d.capture.errors import explain
@@ -45,6 +45,19 @@ def predictions_of(
             " a tuple whose first entry is the loss, or evaluate without compute_metrics"
         )
     return tuple(_named(name, value) for name, value in entries.items() if name not in ("loss", *ignored))
+
+
+def outputs_of(result: Any) -> dict[str, torch.Tensor]:
+    """The tensors in a model's ``result``, by their names."""
+    entries = [*result.items()] if isinstance(result, Mapping) else [(str(n), each) for n, each in enumerate(result)]
+    found: dict[str, torch.Tensor] = {}
+    while entries:
+        name, value = entries.pop()
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        elif isinstance(value, tuple | list):
+            entries += [(f"{name}.{place}", each) for place, each in enumerate(value)]
+    return found
 
 
 def stand_in_labels(
@@ -131,15 +144,24 @@ def _targets(labels: np.ndarray, *, shifted: bool) -> np.ndarray:
     return (counted.reshape(len(labels), -1) != IGNORED).sum(axis=1)
 
 
-def in_batches(process: Callable[..., Any], outputs: Predictions, labels: Any, batch: int) -> Predictions:
-    """``preprocess_logits_for_metrics`` applied to each batch, as transformers does."""
-    samples = len(tree_leaves(outputs)[0])
-    processed = []
-    for first in range(0, samples, batch):
-        given = tree_map(lambda each, first=first: each[first : first + batch], (outputs, labels))
-        processed.append(process(*map(one_or_tuple, given)))
-    whole = tree_map(lambda *parts: torch.cat(parts), *processed)
+def in_batches(process: Callable[..., Any], batches: Sequence[tuple[Predictions, Any]]) -> Predictions:
+    """``preprocess_logits_for_metrics`` applied to the outputs and labels of each batch, as transformers does."""
+    processed = [process(*map(one_or_tuple, batch)) for batch in batches]
+    whole = tree_map(lambda *parts: joined(parts), *processed)
     return whole if isinstance(whole, tuple) else (whole,)
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All ``parts`` one after the other, with IGNORED where their second dimension is smaller than the largest."""
+    if len({part.shape[1:2] for part in parts}) == 1:
+        return torch.cat(list(parts))
+    width = max(part.shape[1] for part in parts)
+    whole = parts[0].new_full((sum(map(len, parts)), width, *parts[0].shape[2:]), IGNORED)
+    first = 0
+    for part in parts:
+        whole[first : first + len(part), : part.shape[1]] = part
+        first += len(part)
+    return whole
 
 
 def one_or_tuple(entries: Sequence[Any]) -> Any:

@@ -350,7 +350,12 @@ def check_shapes(batch: Mapping[str, torch.Tensor], shapes: Mapping[str, InputSp
         if found != wanted or batch[name].dtype != spec.dtype:
             raise InputError(
                 f"data_collator: {name} has shape {list(found)} and type {batch[name].dtype}; the first batch says "
-                f"{list(wanted)} and {spec.dtype}; if samples differ in length, give TrainingArguments.sequence_length"
+                f"{list(wanted)} and {spec.dtype}; "
+                + (
+                    "let all samples have one size"
+                    if spec.dtype.is_floating_point
+                    else "if samples differ in length, give TrainingArguments.sequence_length"
+                )
             )
 
 

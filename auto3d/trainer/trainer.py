@@ -42,7 +42,7 @@ from auto3d.trainer.checks import check_padding, check_same_data, check_samples,
 from auto3d.trainer.evaluation import Evaluation, check_batches, check_evaluation, evaluated, metrics_of, shifts_labels
 from auto3d.trainer.folders import check_complete, last_complete, load_weights, write_state
 from auto3d.trainer.instance import kept_by_forward, separate
-from auto3d.trainer.lengths import lengths_of, lengths_to_capture
+from auto3d.trainer.lengths import check_stream_lengths, lengths_of, lengths_to_capture
 from auto3d.trainer.looks import is_of_user, may_look, reached, words_of
 from auto3d.trainer.loss_mean import loss_mean_of
 from auto3d.trainer.optimizer import KEPT, StateOnRanks, numbers_of, take_thawed
@@ -570,6 +570,8 @@ class Trainer(transformers.Trainer):
                 )
             missing = -samples % global_batch if max_steps >= self._updates_per_epoch else 0
         self._length = None
+        if isinstance(self._order, Stream) and self.args.sequence_length is None:
+            check_stream_lengths(self._collated(loader, self._order), padding_of(0, self.model, self._tokenizer()))
         lengths = self._find_length([loader, *self._loaders_of_evaluations().values()])
         data = replace(self._collated(loader, self._order), missing=missing).with_shapes()
         if lengths is not None and self._length is not None:

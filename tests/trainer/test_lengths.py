@@ -10,10 +10,13 @@ import transformers
 from datasets import Dataset
 from transformers import BertConfig, BertForTokenClassification, DataCollatorForTokenClassification
 
+from auto3d.capture.export import InputSpec
 from auto3d.errors import InputError
 from auto3d.trainer.lengths import MOST, lengths_of, lengths_to_capture
 from auto3d.trainer.padding import Padding
+from auto3d.trainer.predictions import joined
 from auto3d.trainer.samples import CollatedData, InOrder
+from auto3d.trainer.widths import Widths, lengthened
 from tests.soak import soak
 from tests.trainer import small
 from tests.trainer.scripts import begin, free_port
@@ -44,7 +47,7 @@ EVALUATED, PREDICTED = [7, 33, 12, 5, 9, 21], [8, 3, 40, 11]
 
 
 def trained(world, folder, port, *classes, **degrees):
-    """Losses, norms and evaluations; then the predictions for the real places of samples that are longer still, their
+    """Losses, norms and evaluations; then the predictions for samples that are longer still, their labels and their
     loss, and the lengths to which the pipeline has padded beside that of the longest sample."""
     begin(world, folder, port, ours=not classes, **degrees)
     tokens = small.tokenizer()
@@ -69,20 +72,21 @@ def trained(world, folder, port, *classes, **degrees):
     keys = ("loss", "grad_norm", "eval_loss")
     logged = [entry[key] for entry in made.state.log_history for key in keys if key in entry]
     predicted = made.predict(tagged(PREDICTED, 2))
-    return logged, predicted.predictions[predicted.label_ids != -100], predicted.metrics["test_loss"], captured
+    return logged, predicted.predictions, predicted.label_ids, predicted.metrics["test_loss"], captured
 
 
 @pytest.mark.parametrize("degrees", [{"pp": 2}, *soak({"dp": 2, "pp": 2})], ids=str)
 def test_samples_of_many_lengths_train_as_in_one_process(degrees, processes, tmp_path):
     classes = transformers.Trainer, transformers.TrainingArguments
-    ((logged, predictions, loss, _),) = processes.run(1, trained, tmp_path, None, *classes)
+    ((logged, predictions, labels, loss, _),) = processes.run(1, trained, tmp_path, None, *classes)
     size = 2 * degrees.get("dp", 1)
-    for found, predicted, loss_here, captured in processes.run(
+    for found, predicted, labels_here, loss_here, captured in processes.run(
         size, partial(trained, **degrees), tmp_path, free_port()
     ):
         assert captured == (16,), "micro-batches whose samples are short run at their own length"
         assert found == pytest.approx(logged, rel=1e-4)
-        np.testing.assert_allclose(predicted, predictions, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(predicted, predictions, rtol=1e-3, atol=1e-4)  # also what fills shorter batches
+        assert labels_here.tolist() == labels.tolist()
         assert loss_here == pytest.approx(loss, rel=1e-4)
 
 
@@ -141,3 +145,31 @@ def test_a_collator_that_does_not_pad_is_named_with_the_samples():
 
     with pytest.raises(InputError, match="data_collator: it makes no batch of samples 2 and 1, which are not equally"):
         lengths_of(of(tagged([4, 9, 2]), collate), PADDING)
+
+
+class Sequences(torch.nn.Module):
+    """Scores of a decoder's tokens and of the encoder's, and one number of each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 8)
+
+    def forward(self, input_ids, attention_mask, labels):
+        encoded, decoded = self.embed(input_ids), self.embed(labels.clamp(min=0))
+        return {"loss": decoded.mean(), "logits": decoded, "states": (encoded, encoded.mean(1))}
+
+
+def test_outputs_are_as_long_as_the_input_that_they_follow():
+    padding = Padding(length=16, values={"input_ids": 0, "attention_mask": 0, "labels": -100}, decoder={"labels": -100})
+    inputs = dict.fromkeys(("input_ids", "attention_mask", "labels"), InputSpec(shape=(16,), dtype=torch.int64))
+    found = lengthened(Sequences, inputs, padding, device="cpu")
+    assert found == {"logits": True, "labels": True, "states.0": False, "input_ids": False, "attention_mask": False}
+
+
+def test_shorter_batches_are_filled_behind_their_predictions():
+    widths = Widths(batches=[(2, 1), (3, 2)], of_decoder={"logits": True, "states": False}, left=True)
+    value = torch.arange(8.0).view(2, 4)
+    assert widths.cut("logits", value, 0).tolist() == [[0.0], [4.0]]
+    states = [widths.cut("states", value, number) for number in range(2)]
+    assert joined(states).tolist() == [[2.0, 3.0, -100.0], [6.0, 7.0, -100.0], [1.0, 2.0, 3.0], [5.0, 6.0, 7.0]]
+    assert widths.cut("other", value, 0) is value

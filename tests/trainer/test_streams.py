@@ -45,6 +45,11 @@ class OfRank(Stream):
         return super().sample(number + 1 if number == 11 and dist.get_rank() else number)
 
 
+class Shrinks(Stream):
+    def sample(self, number):
+        return {name: tokens[: 16 - number] for name, tokens in super().sample(number).items()}
+
+
 class Fails(Stream):
     def sample(self, number):
         if number == 19:
@@ -169,6 +174,7 @@ def lines(world, folder, port):
         "workers": lambda: trainer(Stream(), dataloader_num_workers=2),
         "stage": lambda: trainer(changed, events=Events(stage_of=changed, event="on_step_end")),
         "rank": lambda: trainer(OfRank()),
+        "lengths": lambda: trainer(Shrinks()),
     }
     found = {}
     for name, make in wrong.items():
@@ -185,6 +191,7 @@ def test_what_cannot_be_read_alike_is_refused_in_one_line(processes, tmp_path):
         assert found["few"].startswith("train_dataset: its stream has fewer samples than a global batch of 8")
         assert found["sized"].startswith("train_dataset: an IterableDataset with a length")
         assert found["steps"].startswith("TrainingArguments.max_steps: train_dataset is a stream")
+        assert found["lengths"].startswith("train_dataset: its stream begins with samples of 9 to 16 tokens")
         assert found["workers"].startswith("TrainingArguments.dataloader_num_workers: found 2")
         assert found["stage"].startswith("Trainer: train_dataset: stage was changed in the middle of an epoch")
         assert found["rank"].startswith(
