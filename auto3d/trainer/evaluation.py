@@ -189,7 +189,7 @@ def _run(training: Training, data: CollatedData, evaluation: Evaluation, kept: S
         return run(data, samples=samples + -samples % at_once if evaluation.has_labels else samples)
     assert isinstance(data.order, InOrder)
     global_batch = data.order.global_batch * last // at_once
-    end = replace(data, order=InOrder(samples, global_batch, first=samples - last))
+    end = replace(data, order=replace(data.order, global_batch=global_batch, first=samples - last))
     of_end = run(end, samples=last, at_once=last)
     if last == samples:
         return of_end
@@ -211,9 +211,10 @@ def check_batches(evaluation: Evaluation, data: CollatedData, args: TrainingArgu
     samples, at_once, batch = evaluation.samples, evaluation.at_once, args.per_device_eval_batch_size
     if not evaluation.has_labels or not batch % at_once:
         return
+    assert isinstance(data.order, InOrder)
     name = data.label_names[0]
     parts = [
-        data.collated(range(first, min(samples, first + at_once)), [first // at_once, 0])[name].numpy()
+        data.collated(data.order.between(first, first + at_once), [first // at_once, 0])[name].numpy()
         for first in range(0, samples, at_once)
     ]
     check_uniform(np.concatenate(parts), at_once, batch, shifted=shifted)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import BatchSampler
 
 from auto3d.capture.export import InputSpec
@@ -50,13 +51,14 @@ class TrainOrder:
 
     The last iteration of an epoch has the samples that remain, which may be fewer than a global batch. A thread that
     reads ahead asks too, so an epoch is kept until the next but one begins: a sampler with a state of its own draws
-    another order each time.
+    another order each time. So a training that resumes in an epoch draws those before it, too.
     """
 
     def __init__(self, loader: Any, *, global_batch: int, iterations_per_epoch: int) -> None:
         self._loader = loader
         self._global_batch, self._iterations_per_epoch = global_batch, iterations_per_epoch
         self._epochs: dict[int, list[int]] = {}  # the last two that were drawn
+        self._drawn = 0  # epochs that were drawn
         self._drawing = Lock()
         self._begun = [(0, 0)]  # (iteration, epoch that it begins): epochs follow each other from there
 
@@ -74,25 +76,42 @@ class TrainOrder:
         epoch, place = self.place(iteration)
         with self._drawing:
             if epoch not in self._epochs:
-                self._loader.set_epoch(epoch)
-                drawn = [sample for batch in self._loader.batch_sampler for sample in batch]
-                self._epochs = {number: self._epochs[number] for number in self._epochs if number == epoch - 1}
-                self._epochs[epoch] = drawn
+                sampler = getattr(self._loader.batch_sampler, "sampler", None)
+                first = epoch if isinstance(sampler, SeedableRandomSampler) else self._drawn
+                for each in range(min(first, epoch), epoch + 1):
+                    self._draw(each)
             samples = self._epochs[epoch]
         return samples[place * self._global_batch : (place + 1) * self._global_batch]
+
+    def _draw(self, epoch: int) -> None:
+        """Draw the order of ``epoch`` from the generators that torch's DataLoader has, as much as it does."""
+        self._loader.set_epoch(epoch)
+        torch.empty((), dtype=torch.int64).random_()  # a seed of workers, which comes before the order
+        drawn = [sample for batch in self._loader.batch_sampler for sample in batch]
+        self._epochs = {number: self._epochs[number] for number in self._epochs if number == epoch - 1}
+        self._epochs[epoch], self._drawn = drawn, epoch + 1
 
 
 @dataclass(frozen=True)
 class InOrder:
-    """The dataset from its ``first`` sample to its end, as evaluations take it."""
+    """The ``samples`` of a dataset from number ``first`` to the last, as evaluations take them.
+
+    ``positions`` has their positions in the dataset, where an evaluation groups them; None: they are in its order.
+    """
 
     samples: int
     global_batch: int
     first: int = 0
+    positions: Sequence[int] | None = None
 
     def of(self, iteration: int) -> Sequence[int]:
         begin = self.first + iteration * self.global_batch
-        return range(begin, min(self.samples, begin + self.global_batch))
+        return self.between(begin, begin + self.global_batch)
+
+    def between(self, begin: int, end: int) -> Sequence[int]:
+        """The positions of the samples of these numbers."""
+        end = min(self.samples, end)
+        return range(begin, end) if self.positions is None else self.positions[begin:end]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,9 +153,9 @@ ARGUMENTS: Mapping[str, Decision] = {
     "remove_unused_columns": Honoured(),
     "label_names": Honoured(),
     "train_sampling_strategy": Honoured(
-        ("random", "sequential"), "every sample has the same shape, so sorting by length gains nothing"
+        ("random", "sequential", "group_by_length"), "ranks have equally many samples, whose tokens are not balanced"
     ),
-    "length_column_name": WithoutEffect("it belongs to sampling by length"),
+    "length_column_name": Honoured(),
     "ddp_find_unused_parameters": _DDP,
     "ddp_bucket_cap_mb": _DDP,
     "ddp_broadcast_buffers": _DDP,

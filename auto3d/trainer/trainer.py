@@ -17,6 +17,7 @@ import transformers
 from accelerate.state import PartialState
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.utils.data import SequentialSampler
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from xxhash import xxh3_64_intdigest
 
@@ -273,6 +274,16 @@ class Trainer(transformers.Trainer):
 
     def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
         return {**named, "cpu": True}  # only its data loader is used, for the order of the samples
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """That of one process with the same global batch, by which samples may be grouped."""
+        args, self.args = self.args, copy.copy(self.args)
+        self.args.per_device_train_batch_size = self._pipeline.batch.micro_batch_size
+        self.args.gradient_accumulation_steps = self._micro_batches
+        try:
+            return super()._get_train_sampler(train_dataset)
+        finally:
+            self.args = args
 
     def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
         return self._pipeline.batch.global_batch
@@ -722,6 +733,7 @@ class Trainer(transformers.Trainer):
         else:
             self._pipeline.scatter()
         self._pipeline.use_weights(evaluation=True)
+        torch.empty((), dtype=torch.int64).random_()  # as torch's DataLoader does, for workers: see TrainOrder
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         evaluation = self._evaluation_of(data, loss_only=loss_only, ignored=ignore_keys)
         looks = any(map(may_look, (self.compute_metrics, self.preprocess_logits_for_metrics)))
@@ -757,7 +769,9 @@ class Trainer(transformers.Trainer):
                 "Trainer: the dataset of an evaluation has no samples, or with dataloader_drop_last no whole batch; "
                 "give it some, or leave it out"
             )
-        order = InOrder(samples, self._pipeline.batch.global_batch)
+        sampler = loader.batch_sampler.sampler
+        positions = None if isinstance(sampler, SequentialSampler) else list(sampler)
+        order = InOrder(samples, self._pipeline.batch.global_batch, positions=positions)
         if not self.is_in_train:
             self._find_length([loader])
         return self._collated(loader, order).with_shapes()

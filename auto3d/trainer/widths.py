@@ -43,7 +43,7 @@ def widths_of(data: CollatedData, batch: int) -> list[tuple[int, int]]:
     assert isinstance(data.order, InOrder)
     plain, padding, found = replace(data, padding=None), data.padding, []
     for first in range(0, data.order.samples, batch):
-        made = plain.collated(range(first, min(data.order.samples, first + batch)), [first // batch, 0])
+        made = plain.collated(data.order.between(first, first + batch), [first // batch, 0])
         decoder = [made[name].shape[1] for name in padding.decoder if name in made and made[name].dim() == 2]
         found.append((made[padding.main].shape[-1], max(decoder, default=0)))
     return found

@@ -106,6 +106,10 @@ def test_an_epoch_is_drawn_once_for_a_thread_that_reads_ahead_of_another():
     drawn = [batch for _ in range(3) for batch in permutes]
     for iteration in (0, 1, 2, 1, 3, 2, 4, 3):
         assert order.of(iteration) == drawn[iteration]
+    resumed = TrainOrder(
+        SimpleNamespace(set_epoch=lambda epoch: None, batch_sampler=Permutes()), global_batch=4, iterations_per_epoch=2
+    )
+    assert resumed.of(5) == drawn[5], "epochs before it were drawn too"
 
 
 PP2 = {"pp": 2}

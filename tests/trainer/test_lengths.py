@@ -64,6 +64,7 @@ def trained(world, folder, port, *classes, **degrees):
         eval_steps=6,
         max_steps=6,
         per_device_eval_batch_size=2,
+        train_sampling_strategy="group_by_length",
         gradient_accumulation_steps=4 // degrees.get("dp", 1),
         **options,
     )

@@ -77,7 +77,7 @@ def test_the_defaults_are_accepted():
         {"fsdp": "full_shard"},
         {"use_liger_kernel": True},
         {"auto_find_batch_size": True},
-        {"train_sampling_strategy": "group_by_length"},
+        {"train_sampling_strategy": "batch_rebalance"},
         {"optim": "galore_adamw"},
         {"torch_compile_mode": "max-autotune"},
         {"ignore_data_skip": True},
