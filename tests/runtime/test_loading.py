@@ -110,6 +110,27 @@ def test_the_inputs_of_an_equal_next_program_are_prefetched():
     assert len(memory.pinned) == 2 * PREFETCHED, "all programs use the same memory"
 
 
+class Growing:
+    """Micro-batches of 2 samples, each one token longer than the one before."""
+
+    def read(self, iteration: int, index: int, names: tuple[str, ...]) -> Reading:
+        first = 100 * iteration + 10 * index
+        return Reading(inputs={"ids": torch.arange(first, first + 2 * (index + 1)).view(2, index + 1)})
+
+
+def test_micro_batches_of_other_lengths_share_the_memory_of_the_largest():
+    memory = LateMemory()
+    loader = Loader(Growing(), memory, {"ids": (2, 4)})
+    program = [Need(iteration, index, ("ids",)) for iteration in range(3) for index in range(4)]
+    loader.start(program, iterations=3)
+    found = take(loader, program)
+    for copy in memory.queued:
+        copy.synchronize()
+    for need, tensors in zip(program, found, strict=True):
+        assert torch.equal(tensors["ids"], Growing().read(need.iteration, need.index, ("ids",)).inputs["ids"]), need
+    assert [tuple(each.shape) for each in memory.pinned] == [(2, 4)] * PREFETCHED
+
+
 class Changing:
     """Data of one number, which may change."""
 
