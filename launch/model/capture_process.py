@@ -71,6 +71,7 @@ def _answer(pipe: Connection) -> None:
     with suppress(EOFError, BrokenPipeError):  # the driver has ended
         while True:
             function, arguments = pipe.recv()
+            answer: tuple[Any, dict[str, str] | None, str]
             try:
                 answer = function(*arguments), None, ""
             except InputError as error:
