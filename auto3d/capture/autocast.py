@@ -66,7 +66,7 @@ def active(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def share_weight_casts(program: fx.Graph, parameters: Mapping[str, str]) -> dict[str, str]:
-    """Replace casts of parameters by placeholders of their own; returns placeholder -> that of the parameter."""
+    """Replace casts of parameters by placeholders of their own; returns placeholder -> placeholder of the parameter."""
     copies: dict[str, str] = {}
     made: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in program.find_nodes(op="call_function", target=TO_COPY):
@@ -109,7 +109,7 @@ class Autocast:
     def rewriting(self, node: fx.Node, mode: FakeTensorMode) -> Rewriting | None:
         """How ``node`` computes the same without autocast; None if casts and a ``dtype`` do not explain what it does.
 
-        Of calls that are alike, one is tried.
+        Of calls that are alike, a single call is tried.
         """
         inputs = node.all_input_nodes
         number = {each: place for place, each in enumerate(inputs)}
@@ -217,7 +217,7 @@ class _Recorded(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is TO_COPY and kwargs.get("dtype") is not None:
             self.casts.append((args[0], kwargs["dtype"]))
-        elif func.namespace != "prim":  # prim has queries, such as that of a device
+        elif func.namespace != "prim":  # prim has queries, such as for the device of a tensor
             self.others.append(func)
         return func(*args, **kwargs)
 

@@ -32,7 +32,7 @@ _CONTAINERS = (list, tuple, set, frozenset, dict, OrderedDict, defaultdict, dequ
 _HEAP_TYPE, _POINTER = 1 << 9, 8  # Python's flag of a class that a class statement made; bytes
 _MISSING = "an attribute that the module does not have"
 
-_CODE = (  # Callables without state, or whose state is compared with that of the model's own code.
+_CODE = (  # Callables without state, or whose state is compared with the state of the model's own code.
     type,
     types.ModuleType,
     types.FunctionType,
@@ -89,7 +89,7 @@ def attribute_reads(modules: Sequence[nn.Module]) -> Iterator[set[Read]]:
 
 
 def frozen_reads(reads: set[Read], modules: Sequence[nn.Module]) -> dict[Read, Frozen] | None:
-    """The values of ``reads`` in comparable form; None if one of them cannot be compared."""
+    """The values of ``reads`` in comparable form; None if a value cannot be compared."""
     if any(index == _OUTSIDE for index, _ in reads):
         return None
     freeze = _Freezer(modules)
@@ -98,7 +98,7 @@ def frozen_reads(reads: set[Read], modules: Sequence[nn.Module]) -> dict[Read, F
 
 
 def frozen_attributes(modules: Sequence[nn.Module]) -> dict[Read, Frozen]:
-    """All attributes of ``modules`` in comparable form; one that is ``Unclear`` is equal to the same object only."""
+    """All attributes of ``modules`` in comparable form; an ``Unclear`` attribute is equal to the same object only."""
     freeze = _Freezer(modules)
     return {
         (index, name): freeze(value)
@@ -136,7 +136,7 @@ def global_reads(modules: Sequence[nn.Module]) -> Iterator[dict[types.CodeType, 
 
 
 def _add_globals(found: list[Global], owner: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Add those of ``names`` that ``owner`` has, also in another module or a class that one of them names."""
+    """Add the ``names`` that ``owner`` has, also in another module or a class that such a name stands for."""
     for name in names:
         if name in owner and not any(one is owner and other == name for one, other in found):
             found.append((owner, name))
@@ -148,7 +148,7 @@ def _add_globals(found: list[Global], owner: Mapping[str, Any], names: Sequence[
 
 
 def frozen_globals(read: Sequence[Global], modules: Sequence[nn.Module]) -> tuple[Frozen, ...] | None:
-    """The present values of ``read`` in comparable form; None if one of them cannot be compared."""
+    """The present values of ``read`` in comparable form; None if a value cannot be compared."""
     freeze = _Freezer(modules)
     values = [owner.get(name, _MISSING) for owner, name in read]
     frozen = [id(value) if isinstance(value, _CODE) or _is_cached(value) else freeze(value) for value in values]

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-ENTRIES = 256  # most entries on disk; the least recently used ones are removed
+ENTRIES = 256  # most entries on disk; the least recently used entries are removed
 _STARTED = time.time()
 _ENGINE = Path(__file__).parents[1]
 _INSTALLED = ("site-packages", "dist-packages")
@@ -36,7 +36,7 @@ _MAIN = ("__main__", "__mp_main__")
 
 
 def _package_folders() -> tuple[str, ...]:
-    """Folders of installed packages from which this process imports, without those that hold a user's code."""
+    """Folders of installed packages from which this process imports, without folders of a user's code."""
     named = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     installed = [folder for folder in sys.path if Path(folder).name in _INSTALLED]
     return tuple(dict.fromkeys([*named, *installed]))
@@ -131,7 +131,7 @@ def _key(identity: Mapping[str, Any]) -> str:
 
 
 def _difference(entry: Mapping[str, Any], identity: Mapping[str, Any], code_folders: Sequence[str]) -> str:
-    """How ``entry`` was made under other circumstances than those of this process; empty if it is valid here."""
+    """How the circumstances of ``entry`` differ from this process; empty if it is valid here."""
     if entry["key"] != (key := _key(identity)):
         (_, python, packages, engine), (_, our_python, our_packages, our_engine) = map(json.loads, (entry["key"], key))
         if python != our_python:
@@ -216,7 +216,7 @@ def _engine_files() -> list[Path]:
 
 
 def _loaded_sources() -> list[str]:
-    """Source files of the loaded modules, except those of Python, of installed packages and of the engine."""
+    """Source files of the loaded modules, except files of Python, of installed packages and of the engine."""
     names = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     files = {name for name in names if isinstance(name, str) and name.endswith(".py") and os.path.isabs(name)}
     return sorted(file for file in files if not _is_known(file))  # torch.ops has a file name that is no path

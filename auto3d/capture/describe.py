@@ -34,7 +34,7 @@ def _draws(target: Any) -> bool:
 
 
 def describe(exported: ExportedModel, *, fused_attention: bool = True) -> Graph:
-    """The Graph of ``exported``, whose nodes have the names of those of its program.
+    """The Graph of ``exported``, whose nodes have the names of the nodes of its program.
 
     Without ``fused_attention``, costs are those on a system whose attention is not one kernel, such as Megatron-LM
     before FlashAttention; the program, and so the fingerprint, stays the same.
@@ -46,7 +46,7 @@ def describe(exported: ExportedModel, *, fused_attention: bool = True) -> Graph:
     cost_of = OperationCosts(exported.device, fused_attention=fused_attention)
     nodes: list[GraphNode] = []
     from_inputs: dict[str, bool] = {}
-    storage: dict[str, str] = {}  # value -> the value that owns its memory: itself, or the one that it is a view of
+    storage: dict[str, str] = {}  # value -> the value that owns its memory: itself, or the value that it is a view of
     fixed: set[str] = set()  # values that do not depend on data: held once, not for each micro-batch
 
     def held_once(name: str) -> bool:

@@ -58,7 +58,7 @@ def empty_model(build: Callable[[], nn.Module], device: str) -> EmptyModel:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     place = torch.device("cpu")
     if device != "cpu" and torch.backends.cuda.is_built():
-        # A fake tensor initialises its device, so use the one that this rank has chosen, if any.
+        # A fake tensor initialises its device, so use the device that this rank has chosen, if any.
         place = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
     known = WeakTensorKeyDictionary()  # tensor -> its fake tensor, so that a tied tensor stays one tensor
     places = WeakTensorKeyDictionary()
@@ -89,7 +89,7 @@ def empty_model(build: Callable[[], nn.Module], device: str) -> EmptyModel:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has elements in memory, as one that forward makes of numbers in its code has."""
+    """Whether ``tensor`` has elements in memory, as a tensor has that forward makes of numbers in its code."""
     without = isinstance(tensor, FakeTensor) or tensor.is_meta
     return not without and (not tensor.numel() or tensor.untyped_storage().nbytes() > 0)
 

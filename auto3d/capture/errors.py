@@ -73,7 +73,7 @@ def node_line(node: fx.Node) -> str:
 
 @contextmanager
 def every_line_recorded() -> Iterator[None]:
-    """Let torch.export record all frames of the code that made a node. By default it records those of ``forward``."""
+    """Let torch.export record all frames of the code that made a node. By default it records frames of ``forward``."""
     with patch.object(TracerBase, "_filter_traceback_frames", lambda self, frames: frames):
         yield
 

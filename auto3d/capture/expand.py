@@ -1,7 +1,7 @@
 """Replace each repeated block of a program by a copy of the operations of the block that it repeats.
 
 Two marks enclose the operations of a traced block, and one operation stands for each call that repeats it; ``repeats``
-puts them into the trace. They name the tensors that the block gets and those that it makes.
+puts them into the trace. They name the tensors that the block gets and the tensors that it makes.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ MARKS = (BEGINS, ENDS, REPEATS)
 
 
 class Like:
-    """Makes tensors without values like given ones; those that share memory still do so."""
+    """Makes tensors without values like given tensors; tensors that share memory still do so."""
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}

@@ -127,7 +127,7 @@ def export(
 
     Its code sees tensors of device type ``device``, or of the CPU if torch was built without support for ``device``.
     With a ``precision`` below float32 its program computes what the module does under torch.autocast for that device.
-    ``told`` is that of another export of this module: it saves the tries that found these functions.
+    ``told`` comes from another export of this module: it saves the tries that found these functions.
     Raises CaptureError if the module cannot be built, fails at this micro-batch size or cannot be traced, if its sizes
     depend on data, if it returns no loss or lacks an output, or if it writes in place in a way that cannot be
     rewritten.

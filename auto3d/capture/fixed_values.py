@@ -170,7 +170,7 @@ def _expanded_tensor(tensor: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _reshape(node: fx.Node) -> Change | None:
-    """The change of a reshape that only adds or drops dimensions of size 1; None for another one."""
+    """The change of a reshape that only adds or drops dimensions of size 1; None for another reshape."""
     before, after = _shape(args_of(node)[0]), _shape(node)
     if [size for size in before if size != 1] != [size for size in after if size != 1]:
         return None

@@ -26,7 +26,7 @@ from auto3d.capture.shard import Shard
 from auto3d.errors import InputError
 
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # assignment to ``tensor.data``, a C property
-_RESIDENT = 2  # foreign parameters of the largest size that keep their memory; one initialiser uses as many
+_RESIDENT = 2  # foreign parameters of the largest size that keep their memory: an initialiser may use two at once
 _TRIM_BYTES = 2**20
 _OWN_REFERENCES = 2  # references to a storage that its parameter and this module hold
 
@@ -128,7 +128,7 @@ class ForeignWeights(TorchDispatchMode):
             self._hold(parameter)
 
     def source_of_loss(self, tensor: torch.Tensor) -> str | None:
-        """Name of a parameter whose lost values ``tensor`` depends on; None if its values are the real ones."""
+        """Name of a parameter whose lost values ``tensor`` depends on; None if its values are real."""
         lost = self._lost.get(_storage_key(tensor))
         return None if lost is None else lost[1]
 
@@ -147,7 +147,7 @@ class ForeignWeights(TorchDispatchMode):
             return None if self._is_wrong(key) else self._shards[name].of(parameter)
 
     def _is_wrong(self, key: int) -> bool:
-        """Whether the values in a storage are lost, those of this process's shard included."""
+        """Whether the values in a storage are lost, also the values of this process's shard."""
         return key in self._lost and key not in self._right
 
     def _keep_shard(self, parameter: nn.Parameter) -> None:
@@ -278,7 +278,7 @@ class ForeignWeights(TorchDispatchMode):
         except (torch.linalg.LinAlgError, IndexError, ValueError) as error:
             if source is None:
                 raise
-            raise self._refusal(source) from error  # the operator checked values that are not the real ones
+            raise self._refusal(source) from error  # the operator checked values that are not real
         if name == "set_":
             self.storage_changed(args[0])
         if source is not None:
@@ -310,7 +310,7 @@ class ForeignWeights(TorchDispatchMode):
         return not lost or (same and torch.Tag.pointwise in func.tags)
 
     def _gives_right(self, func: Any, name: str, result: torch.Tensor, read: Sequence[torch.Tensor]) -> bool:
-        """Whether each element of the new tensor ``result`` depends on no lost value but the one in its place.
+        """Whether each element of the new tensor ``result`` depends on no lost value but the value in its place.
 
         This is so where a module is converted to another type: all its parameters are copied.
         """

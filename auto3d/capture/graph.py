@@ -1,4 +1,4 @@
-"""The Graph: a model's operations in order, with the cost of each; independent of torch's classes."""
+"""The Graph: a model's operations in order, with the cost of each operation; independent of torch's classes."""
 
 from collections import Counter
 from dataclasses import dataclass, field

@@ -15,7 +15,7 @@ from auto3d.capture.block_state import OF_EVERY_MODULE
 def held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Place -> tensor, for tensors in attributes of a module or its submodules that are neither parameters nor buffers.
 
-    ``decoder.scale`` is the place of an attribute, ``decoder.slopes.0`` that of the first entry of a list. Tensors that
+    ``decoder.scale`` is the place of an attribute, ``decoder.slopes.0`` of the first entry of a list. Tensors that
     autograd computed, such as the weight of an old-style weight norm, are left out, since forward computes them again.
     """
     held: dict[str, torch.Tensor] = {}

@@ -152,7 +152,7 @@ class _Rewriter:
             )
         new = {chain[0]: self._value_written(node)}
         for view, whole in pairwise(chain):
-            if view.target is operator.getitem:  # one of several views that one operator returns
+            if view.target is operator.getitem:  # a view of several that an operator returns
                 new[args_of(whole)[0]] = self._with_part(args_of(whole)[0], self._piece(view), new[view], node)
             elif whole not in new:
                 new[whole] = self._with_part(whole, view, new[view], node)
@@ -192,7 +192,7 @@ class _Rewriter:
         return changed
 
     def _piece(self, taken: fx.Node) -> fx.Node:
-        """One of the several views that split, chunk, unbind or the like return, made directly from their source."""
+        """A view of several that split, chunk, unbind or the like return, made directly from their source."""
         several, index = args_of(taken)
         source, pieces = args_of(several)[0], several.meta["val"]
         names = [argument.name for argument in target_of(several)._schema.arguments]
@@ -324,7 +324,7 @@ def is_mutable(node: fx.Node) -> bool:
 
 
 def _memories(node: fx.Node) -> set[int]:
-    """Identifiers of the memory of the node's values: nodes that share memory have one in common."""
+    """Identifiers of the memory of the node's values: nodes that share memory have an identifier in common."""
     values = tree_leaves(node.meta.get("val"))
     return {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
 

@@ -56,7 +56,7 @@ class TargetTerm:
 
     name: str  # name of its node
     ignore_index: int
-    places: float  # number of targets of one micro-batch if none is ignored
+    places: float  # number of targets of one micro-batch if no target is ignored
     has_class_weights: bool  # each target counts with the weight of its class
     counts_ignored: bool = False  # a target is made from a label of -100 and counts all the same
     is_alike: bool = False  # counts as if all places were filled where any is, so that all micro-batches weigh the same
@@ -189,7 +189,7 @@ class _Analysis:
     def _mixes(self, node: fx.Node) -> bool:
         """Whether an element of ``node``, which depends on samples, may depend on several: dimension 0 is samples'.
 
-        Batch statistics of a layer, which are those of a micro-batch by design, do not count.
+        Batch statistics of a layer, which are taken over a micro-batch by design, do not count.
         """
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, torch.Tensor):
@@ -204,7 +204,7 @@ class _Analysis:
             return any(each in self._from_samples and _rank(each) <= 2 for each in args_of(node)[1:])
         target = target_of(node)
         if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
-            return len({_rank(each) for each in several}) > 1  # the samples of one are not those of the other
+            return len({_rank(each) for each in several}) > 1  # their samples do not match
         return bool(several) and name not in _MOVES and _takes_dimension_0(node, _rank(several[0]))
 
     def _target_term(self, node: fx.Node) -> TargetTerm:

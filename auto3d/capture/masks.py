@@ -57,7 +57,7 @@ def _makers(mask: fx.Node) -> list[fx.Node] | None:
 
 
 def _number(makers: list[fx.Node], numbers: dict[str, int]) -> int:
-    """A number that is equal for equal operations on equal arguments; ``numbers`` has those assigned so far."""
+    """A number that is equal for equal operations on equal arguments; ``numbers`` has the numbers assigned so far."""
     of_node: dict[fx.Node, str] = {}
     for node in makers:
         arguments = fx.map_arg((node.args, node.kwargs), lambda used: of_node[used])

@@ -87,7 +87,7 @@ def capture(
     """Capture the module that ``build`` makes, in ``mode``, called with ``inputs`` of ``micro_batch_size`` samples.
 
     Branches of its code on the batch size or on the device type are resolved for these. A ``precision`` of
-    "bfloat16" or "float16" is that of torch.autocast; parameters stay as they are. ``told`` and errors are those of
+    "bfloat16" or "float16" is for torch.autocast; parameters stay as they are. ``told`` and errors are as for
     ``export``.
     """
     with garbage_collection_paused():

@@ -37,7 +37,7 @@ class Entropy:
     """Random bytes for the model's code: the operating system's or, to decide comparisons, all of one value."""
 
     made_of: int | None = None
-    refusals: list[str] = field(default_factory=list, init=False)  # one for each draw, should it matter
+    refusals: list[str] = field(default_factory=list, init=False)  # a refusal for each draw, should it matter
 
     def draw(self, original: Callable[[int], bytes], number: int) -> bytes:
         """As many bytes; ``original`` draws from the operating system."""

@@ -79,7 +79,7 @@ class _Table:
         self._numbers: dict[Hashable, int] = {}
 
     def number(self, key: Hashable, row: Callable[[], Any]) -> int:
-        """The number of the entry ``key``; a new one is what ``row`` returns."""
+        """The number of the entry ``key``; a new entry is what ``row`` returns."""
         if key not in self._numbers:
             made = row()  # it may add other entries
             self._numbers[key] = len(self.rows)

@@ -81,7 +81,7 @@ class PythonState:
         return {path: _attributes(module) for path, module in self._modules.items()}
 
     def set_attributes(self, attributes: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore the modules' attributes to those that ``attributes()`` returned."""
+        """Restore the modules' attributes to what ``attributes()`` returned."""
         for path, values in attributes.items():
             present = self._modules[path].__dict__
             for name in _attributes(self._modules[path]).keys() - values.keys():

@@ -114,7 +114,7 @@ class _Inliner:
         """A copy of ``node`` on the ``values`` of its arguments, rewritten if it ran under ``precision``."""
         if node.target is operator.getitem:
             results, index = args_of(node)
-            if isinstance(values[results], tuple):  # those of a region, or of an operator that was replaced
+            if isinstance(values[results], tuple):  # results of a region, or of an operator that was replaced
                 return values[results][index]
         copy = self._program.node_copy(node, values.__getitem__)
         return copy if precision is None else self.without_autocast(copy, precision)

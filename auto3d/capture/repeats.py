@@ -74,7 +74,7 @@ class _Template:
     number: str
     call: _BlockCall
     attributes: dict[Read, Frozen]  # values of the attributes that its forward reads
-    globals: list[Global]  # those that its code may read
+    globals: list[Global]  # globals that its code may read
     surroundings: tuple[StateSnapshot, Frozen]  # the state of the model's code, and the values of ``globals``
     outputs: list[torch.Tensor]  # tensors that it makes
     renamed: dict[int, bool]
@@ -134,7 +134,7 @@ class RepeatedBlocks:
             self._inside = False
 
     def _may_repeat(self, module: nn.Module) -> bool:
-        """Whether ``module`` is a block: one of several, or called before and not made of blocks itself."""
+        """Whether ``module`` is a block: it repeats in the model, or was called before and has no blocks inside."""
         assert self._blocks is not None
         if module in self._blocks:
             return True
@@ -255,7 +255,7 @@ class RepeatedBlocks:
         begin: fx.Node,
         result: Any,
     ) -> _Template | None:
-        """The template of the operations after ``begin``; None if one of them is not one to copy.
+        """The template of the operations after ``begin``; None if an operation cannot be copied.
 
         They must read nothing but the call's tensors and each other, and write to no argument. Their results must be
         new tensors that depend on data, arguments, or plain values.

@@ -49,7 +49,7 @@ class Shard:
 
 
 def joined(shards: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
-    """The whole tensor that ``shards``, those of all ranks in order, were split from; without their padding."""
+    """The whole tensor of which ``shards`` are the shards of all ranks in order; without their padding."""
     starts = accumulate(split.local_blocks(len(shards)), initial=0)
     ranges = [split.ranges(number, len(shards)) for number in range(len(shards))]
     pieces = [

@@ -52,7 +52,7 @@ class Question:
 def answered_as_eager(but: Collection[CodeType] = ()) -> Iterator[dict[CodeType, set[CodeType]]]:
     """Answer the model's code that it is not traced, so that it takes the same branches as in eager mode.
 
-    The functions ``but`` and those of ``_TOLD_AT_ONCE`` get the true answer. Yields a mapping that gets each other
+    The functions of ``but`` and of ``_TOLD_AT_ONCE`` get the true answer. Yields a mapping that gets each other
     function that asks, with its callers.
     """
     askers: dict[CodeType, set[CodeType]] = {}
@@ -89,7 +89,7 @@ def misled(
     """The functions that may have led ``failed_in`` into an eager branch that cannot be traced.
 
     That is the function itself if it asked, and otherwise those that it called and that asked, as
-    ``_can_use_grouped_mm`` of transformers does for its caller. Those in ``but`` know the truth already.
+    ``_can_use_grouped_mm`` of transformers does for its caller. Functions in ``but`` know the truth already.
     """
     if failed_in is not None and failed_in in askers and failed_in not in but:
         return {failed_in}

@@ -114,7 +114,7 @@ class SumTimes:
 
     sizes: tuple[int, ...]  # bytes
     seconds: tuple[float, ...]  # time of the sum without compute beside it
-    lost_s: tuple[float, ...]  # by how much the sum delays the compute
+    lost_s: tuple[float, ...]  # delay of the compute by the sum
 
     @property
     def start_and_slowdown(self) -> tuple[float, float]:

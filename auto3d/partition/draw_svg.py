@@ -47,7 +47,7 @@ def draw_partition_svg(
 
 
 def _stage_flops(graph: Graph, sharding: Sharding, spans: Sequence[tuple[int, int]]) -> dict[int, int]:
-    """Number of a subgraph -> FLOPs of those of its operations that the stage holds."""
+    """Number of a subgraph -> FLOPs of its operations that the stage holds."""
     held = {position for span in spans for position in range(*span)}
     flops = {
         number: sum(graph.nodes[position].flops for position in positions if position in held)

@@ -102,7 +102,7 @@ def sharding_bounds(graph: Graph, common: dict[str, int], parameters: Sequence[i
         if len(sent) == 1 and parameters[position + 1] - parameters[first] > threshold:
             closed.append(position)
     # The paper makes subgraphs 0 to s - 1 and so forgets the operations after the last closed subgraph. They belong to
-    # that subgraph unless they have enough parameters for one of their own.
+    # that subgraph unless they have enough parameters for a subgraph of their own.
     if closed and parameters[-1] - parameters[closed[-1] + 1] <= threshold:
         closed.pop()
     return [0, *(position + 1 for position in closed), len(graph.nodes)]

@@ -44,7 +44,7 @@ class PartitionRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Stages of a Graph, and the number of devices that run each; every device takes an equal slice of the samples."""
+    """Stages of a Graph, and how many devices run each stage; every device takes an equal slice of the samples."""
 
     stages: tuple[StagePlan, ...]
     replicas: tuple[int, ...]  # replicas of each stage, counted over all pipelines
@@ -53,4 +53,4 @@ class Partition:
     schedule: str = "1f1b"  # the schedule that the method assumes
     schedule_options: dict[str, int | str] = field(default_factory=dict)
     candidates: int = 0  # candidate stages that the method compared, where it counts them
-    measured_candidates: int = 0  # those of them whose times were measured; the others added up their operations
+    measured_candidates: int = 0  # candidates whose times were measured; the others added up their operations

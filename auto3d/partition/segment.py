@@ -27,7 +27,7 @@ def segments(graph: Graph, stage: Stage, kept: Sequence[tuple[int, int]]) -> tup
     """The segments of ``stage`` in order, divided where the ranges ``kept`` of positions begin and end.
 
     An operation that depends on graph inputs alone goes to the segment that first uses it. Raises PlanError if the
-    operations on a written buffer end up in different segments: those could not be recomputed separately.
+    operations on a written buffer end up in different segments, which could not be recomputed separately.
     """
     names = set(stage.nodes)
     positions = [position for position, node in enumerate(graph.nodes) if node.name in names]

@@ -66,7 +66,7 @@ def crossing_bytes(graph: Graph) -> list[int]:
 
 
 def check_enough(before: Sequence[float], stages: int) -> None:
-    """Raise PartitionError unless each of ``stages`` stages can get some weight; ``before`` has it before each cut."""
+    """Raise PartitionError unless each of ``stages`` can get some weight; ``before`` has the weight before each cut."""
     costly = sum(after > here for here, after in pairwise(before))
     if stages > costly:
         raise PartitionError(

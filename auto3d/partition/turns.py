@@ -30,7 +30,7 @@ class HalfPiece:
 class Handover:
     """A conversion of the value ``takes`` whose collective runs while pieces are computed."""
 
-    node: str  # its name, and that of its result
+    node: str  # its name, and the name of its result
     takes: str
     half: int | None
     forward: Collective | None
@@ -42,7 +42,7 @@ Turn = HalfPiece | Handover
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """The turns of one segment of a stage, in the order of the forward and in that of the backward.
+    """The turns of one segment of a stage, in the order of the forward and in the order of the backward.
 
     A turn that gives no value with a gradient has no place in the backward.
     """
@@ -99,7 +99,7 @@ class _Division:
             _Job(turn, takes, gives, turn.forward if isinstance(turn, Handover) else None)
             for turn, takes, gives in map(_values, everything)
         ]
-        backward = [  # here a turn needs the gradients of what it gave, and gives those of what it took
+        backward = [  # here a turn needs the gradients of what it gave, and gives the gradients of what it took
             _Job(
                 turn,
                 self._gradients(gives),

@@ -32,7 +32,7 @@ class Family:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether iterations overlap: gradients then come from older weights than those that they update."""
+        """Whether iterations overlap: gradients then come from older weights than the weights that they update."""
         return "iterations" in self.options
 
     @property

@@ -14,7 +14,7 @@ from auto3d.schedule.common_order import check_progress, common_order, communica
 from auto3d.schedule.operation import Kind, Operation, Schedule
 from auto3d.schedule.program import Communication, Message, PipeStage, Program, Step
 
-# Units of time of an operation, 1 unless listed: the common order of steps should be close to that of a real run.
+# Units of time of an operation, 1 unless listed: the common order of steps should be close to the order of a real run.
 _UNITS = {Kind.BACKWARD: 2}
 # A device keeps at most this many sent messages per peer, unless one step sends more. It limits how far a sender can be
 # ahead of its receiver.
@@ -27,7 +27,7 @@ def lower(
     """The program of each pipeline device. Raises ScheduleError if not all operations can run.
 
     ``transfers`` are the values that cross stages. ``summed`` has the sets of stages whose gradients are summed over
-    ranks: (0,) is for the parameters that only stage 0 uses, (0, 3) for those that the stages 0 and 3 share.
+    ranks: (0,) is for parameters that only stage 0 uses, (0, 3) for parameters that the stages 0 and 3 share.
 
     ``common_order`` explains when receives are posted and sums start.
     """
@@ -39,7 +39,7 @@ def lower(
     with_gradient = {(transfer.source, transfer.target) for transfer in transfers if transfer.value.differentiable}
 
     def messages(operation: Operation) -> tuple[list[Message], list[Message]]:
-        """The messages that the operation receives, and those that it sends."""
+        """The messages that the operation receives, and the messages that it sends."""
         stage, pipe, numbers = operation.stage, operation.pipe, operation.micro_batches
         if operation.kind is Kind.FORWARD:
             received = [Message(Kind.FORWARD, source, stage, m, pipe) for m in numbers for source in upstream[stage]]

@@ -1,6 +1,6 @@
 """What a pipeline device holds at each operation of its schedule, counted without times: micro-batches and messages.
 
-Messages are those between neighbouring stages. Receives are posted as ``auto3d.schedule.lowering`` posts them. A sent
+Messages go between neighbouring stages. Receives are posted as ``auto3d.schedule.lowering`` posts them. A sent
 message is released when a later message of its receiver proves that the receive is posted, as there, but only messages
 that come from the receiver itself count as a proof. So this takes a search a fraction of the time of lowering.
 """
@@ -19,7 +19,7 @@ from auto3d.schedule.shape import Listing, Shape, listed, without_recompute
 
 COUNTS = (
     "in_flight",  # micro-batches, or parts of them, from the forward until the backward, or until its input half
-    "recomputed",  # those in flight with recomputed activations
+    "recomputed",  # micro-batches in flight with recomputed activations
     "deferred",  # from the input half of the backward until the weight half
     "slice_gradients",  # slices of a sequence in flight to whose keys and values later slices have sent gradients
     "gradients",  # 1 once a backward of the iteration has made the gradients of weights
@@ -46,7 +46,7 @@ class Moment:
     recomputed: bool  # whether its activations have been recomputed before
     makes_gradients: bool  # whether it is the stage's first backward of the iteration
     summing: bool  # whether sums of gradients are under way
-    counts: tuple[int, ...]  # those of COUNTS for each stage of the device, one stage after the other
+    counts: tuple[int, ...]  # the numbers of COUNTS for each stage of the device, one stage after the other
 
     @property
     def key(self) -> Key:
@@ -80,7 +80,7 @@ def _repeated(listing: Listing, device: int) -> tuple[Moment, ...]:
 
 
 def _without_numbers(moment: Moment) -> Moment:
-    """``moment`` of any period: the numbers of its micro-batches would be those of the first ones."""
+    """``moment`` without its micro-batches, whose numbers would be right in the first period alone."""
     return replace(moment, operation=moment.operation._replace(micro_batches=()))
 
 
@@ -95,7 +95,7 @@ def _highest(listing: Listing, device: int) -> tuple[Moment, ...]:
     return _highest_of(without_recompute(listing), device)
 
 
-@lru_cache(2**14)  # listings are few: shapes of many micro-batches have the same first ones
+@lru_cache(2**14)  # listings are few: shapes of many micro-batches share their first periods
 def _highest_of(listing: Listing, device: int) -> tuple[Moment, ...]:
     table = _counted(listed(listing), device, _messages(listing))
     groups: defaultdict[Key, dict[bytes, int]] = defaultdict(dict)  # key -> row of counts -> its first step
@@ -107,7 +107,7 @@ def _highest_of(listing: Listing, device: int) -> tuple[Moment, ...]:
 
 def _not_exceeded(group: Mapping[bytes, int], counts: np.ndarray) -> list[int]:
     """The steps of ``group`` whose counts no other step reaches or exceeds in every count, the lowest first."""
-    steps = np.array([group[row] for row in sorted(group, reverse=True)])  # a step comes after those that exceed it
+    steps = np.array([group[row] for row in sorted(group, reverse=True)])  # a step comes after the steps that exceed it
     found = list[int]()
     while len(steps):
         found.append(int(steps[0]))
@@ -120,7 +120,7 @@ def _keys(listing: Listing, device: int) -> list[Key]:
     return [one.key for one in _highest(listing, device)]
 
 
-@lru_cache(8)  # a few: those of a schedule of many micro-batches take megabytes
+@lru_cache(8)  # a few: the moments of a schedule of many micro-batches take megabytes
 def _messages(listing: Listing) -> "_Messages":
     return _Messages(listed(listing))
 
@@ -166,7 +166,7 @@ class _Changes:
 
 
 def _counted(schedule: Schedule, device: int, messages: "_Messages") -> _MomentTable:
-    """The moments of ``device``; ``messages`` has those of the whole schedule."""
+    """The moments of ``device``; ``messages`` has the messages of the whole schedule."""
     operations, stages, slices = schedule.operations[device], stages_of(schedule, device), schedule.slices
     early: set[tuple[int, int, int]] = set()  # (stage, pipe, micro-batch) recomputed by an R before the backward
     splits = {operation.stage for operation in operations if operation.kind is Kind.BACKWARD_WEIGHT}
@@ -226,7 +226,7 @@ def _slice_gradients(operation: Operation, slices: int) -> tuple[int, int]:
 class _Messages:
     """The messages between neighbouring stages: when each is posted, received, sent and released.
 
-    Messages have numbers: those of one direction, target stage and pipe follow each other by micro-batch. Steps have
+    Messages have numbers: messages of one direction, target stage and pipe follow each other by micro-batch. Steps have
     numbers among those of all devices; one more after those of each device stands for its end.
     """
 

@@ -12,7 +12,7 @@ PERIOD = 6  # slots from one building block to the next: F, I and W on both stag
 
 
 def numbered_in_order(steps: Iterable[Step], micro_batches: int) -> tuple[Operation, ...]:
-    """``steps`` as operations: the n-th forward, backward and weight half of a stage are those of micro-batch n.
+    """``steps`` as operations: the n-th forward, backward and weight half of a stage are for micro-batch n.
 
     Whole backwards and input halves are numbered together. Operations from micro-batch ``micro_batches`` on are left
     out.
@@ -47,7 +47,7 @@ def repeated_blocks(
 ) -> Schedule:
     """The schedule ``name`` in which every micro-batch repeats one building block (Qi et al., NeurIPS 2024, section 2).
 
-    ``block(s)`` has the slots of micro-batch 0 on device s; those of micro-batch m come 6m slots later. Weight halves
+    ``block(s)`` has the slots of micro-batch 0 on device s; the slots of micro-batch m come 6m later. Weight halves
     take the free slots until the last micro-batch starts on a device; after that, they fill the waits. Each device
     keeps within ``limit`` micro-batches of one stage. Devices then run in this order, as early as they can: the paper
     calls that squeezing.

@@ -25,7 +25,7 @@ def weight_versions(schedule: Schedule) -> dict[tuple[int, int], int]:
 
 
 def _most_versions(operations: list[Operation], version: dict[tuple[int, int], int]) -> int:
-    """The peak number of versions alive: the newest one, and those that the current or a later operation uses."""
+    """The peak number of versions alive: the newest, and versions that the current or a later operation uses."""
     last_use: dict[int, int] = {}
     for index, operation in enumerate(operations):
         for m in operation.micro_batches:

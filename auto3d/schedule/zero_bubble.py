@@ -25,7 +25,7 @@ def fit_to_times(handmade: Schedule, *, times: EqualTimes, limit: int, deferred:
 
     The heuristic makes one order for each combination of its binary choices. The paper takes the one whose longest
     device is shortest, from its first to its last operation: there, updates do not wait for other devices. Here they
-    may, so orders with a longer makespan than that of ``handmade`` do not count. Nor do orders for which devices would
+    may, so orders with a longer makespan than ``handmade`` do not count. Nor do orders for which devices would
     have to hold more messages than ``check_rendezvous`` allows; those occur where messages take longer than operations.
     If no order is left that is shorter than ``handmade``, the result is ``handmade``.
     """

@@ -277,7 +277,7 @@ def unusual_choices(values: Mapping[str, Any]) -> list[str]:
 
 
 def usual_choices(values: Mapping[str, Any]) -> str:
-    """The words for those of ``values`` that are named in every plan."""
+    """The words for the values, of ``values``, that are named in every plan."""
     return " ".join(
         f"{axis.label}{values[name]}" for name, axis in AXES.items() if axis.label is not None and name in values
     )

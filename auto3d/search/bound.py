@@ -48,7 +48,7 @@ def least_s(shape: Shape, costs: Costs) -> float:
 def least_of_any_order_s(shape: Shape, costs: Costs) -> float:
     """A lower bound of the seconds of an iteration with any order of operations on the stages and devices of ``shape``.
 
-    Any stage may split its backward, and none has to recompute.
+    Any stage may split its backward, and no stage has to recompute.
     """
     return least_s(replace(shape, recompute=frozenset(), split=frozenset(range(shape.stages))), costs)
 

@@ -13,7 +13,7 @@ _OF_MEMORY = tuple(name for name in CHOICES if AXES[name].bounds_memory)
 
 
 def find_first_fit(search: Search) -> Candidate | None:
-    """Look at candidates until one fits, and estimate it; None if the budget ends first or none is left.
+    """Look at candidates until a candidate fits, and estimate it; None if the budget or the candidates end first.
 
     The candidate that is expected to need the least memory comes first.
     """
@@ -26,9 +26,9 @@ def find_first_fit(search: Search) -> Candidate | None:
 
 
 def _leanest_first(search: Search) -> Iterator[Candidate]:
-    """All candidates, those last whose order has to be sought, which takes long.
+    """All candidates. The last are candidates whose order has to be sought, which takes long.
 
-    Those that are expected to need equally much have the order of the domain.
+    Candidates that are expected to need equally much have the order of the domain.
     """
     kinds: list[tuple[float, int, Candidate]] = []
     for degrees in search.domain.degrees:

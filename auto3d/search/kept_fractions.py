@@ -97,7 +97,7 @@ class Limits:
         return self.cluster.memory_of(plan.meshes[device].ranks) or inf
 
     def lacking(self, plan: Plan, before: Sequence[int] = ()) -> int | None:
-        """A pipeline device that lacks memory for ``plan``, if one does; those in ``before`` are asked first."""
+        """A pipeline device that lacks memory for ``plan``, if any does; the devices in ``before`` are asked first."""
         for device in before:
             if self.memory.of_device(plan, device) > self.of(plan, device):
                 return device

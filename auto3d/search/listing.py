@@ -55,7 +55,7 @@ def _difference(candidate: Candidate, other: Candidate) -> str:
 
 
 def _check_worth(plan: Plan, schedules: Sequence[str], candidate: Candidate) -> None:
-    """Raise PlanError if another one of ``schedules`` is at least as good as the schedule of ``plan`` at its sizes."""
+    """Raise PlanError if another of ``schedules`` is at least as good as the schedule of ``plan`` at its sizes."""
     built = dict(_built(schedules, candidate, plan.micro_batches))
     own, names = candidate.schedule, list(built)
 
@@ -73,7 +73,7 @@ def _check_worth(plan: Plan, schedules: Sequence[str], candidate: Candidate) -> 
 
 
 def _built(schedules: Sequence[str], candidate: Candidate, micro_batches: int) -> Iterator[tuple[str, Schedule]]:
-    """(text, schedule) for those of ``schedules`` that exist at these sizes."""
+    """(text, schedule) for each of ``schedules`` that exists at these sizes."""
     sizes = {"devices": candidate.pp, "micro_batches": micro_batches}
     for text in schedules:
         name, written = parse_schedule(text)

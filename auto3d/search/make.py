@@ -137,7 +137,7 @@ class PlanMaker:
         self._check(plan)
 
     def unlimited(self, candidate: Candidate) -> Plan:
-        """The Plan of ``candidate`` whatever memory it needs; with recompute auto, the one that keeps nothing."""
+        """The Plan of ``candidate`` whatever memory it needs; with recompute auto, the Plan that keeps nothing."""
         return self._fastest(candidate, self._made, lambda plan: None)
 
     def _fastest(self, candidate: Candidate, make: Callable[[Candidate], Plan], check: Callable[[Plan], None]) -> Plan:
@@ -242,7 +242,7 @@ class PlanMaker:
         excluded: Sequence[tuple[int, int, int]] = (),
         kept: Kept = (),
     ) -> Plan:
-        """The Plan of ``candidate``; with recompute auto, the one that keeps nothing, cut for stages that will keep the
+        """The Plan of ``candidate``; with recompute auto, a Plan that keeps nothing, cut for stages that will keep the
         fractions ``kept``. A partition method that respects memory keeps to ``limits`` and ``excluded``, as
         CandidateProblem explains them."""
         check_fits(candidate, self.model.cluster, self.workload)
@@ -323,7 +323,7 @@ class PlanMaker:
         return self.planned.fingerprint(samples)
 
     def _split(self, samples: int, share: Share) -> dict[str, Split]:
-        """``Plan.split`` for this share; asks for each once, even if there is none."""
+        """``Plan.split`` for this share; asks once for each share, even if nothing is split."""
         if share.tp == 1:
             return {}
         key = samples, share
@@ -347,7 +347,7 @@ class PlanMaker:
         self._check_sliced(samples, share)
 
     def _check_sliced(self, samples: int, share: Share) -> None:
-        """Raise InputError if the model cannot run the slices of ``share``; asks for each once."""
+        """Raise InputError if the model cannot run the slices of ``share``; asks once for each share."""
         self._fingerprint(samples)
         key = samples, share
         if key not in self._sliced:

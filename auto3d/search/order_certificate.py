@@ -28,7 +28,7 @@ def certificate_of(plan: Plan, model: CostModel, *, may_recompute: bool, seconds
         allowed = [every, frozenset()] if shape.recompute else [frozenset(), every]  # the order itself is of the first
     problems = [problem_of(plan, model, may_recompute=stages) for stages in allowed]
     if plan.schedule_options.get("sync", SYNC[0]) != SYNC[0]:
-        # A problem has all syncs and updates at the end. Without them, its bound also holds for those that come early.
+        # A problem has all syncs and updates at the end. Without them, its bound also holds where they come early.
         none = (0.0,) * shape.stages
         problems = [replace(each, costs=replace(each.costs, sync=none, update=none)) for each in problems]
     return certificate(problems, shape.schedule(), model.seconds(plan), seconds=seconds)

@@ -50,7 +50,7 @@ def plan_of(found: Partition, request: PartitionRequest, *, seed: int) -> Plan:
 def check_runs(plan: Plan, graph_at: Callable[[int], Graph]) -> None:
     """Raise InputError where ranks could not run ``plan``, which has no tensor parallelism.
 
-    ``graph_at`` gives the model at a number of samples, also at that of each replica's slice, or raises InputError.
+    ``graph_at`` gives the model at a number of samples, also at the samples of a replica's slice, or raises InputError.
     """
     samples = samples_at_once(plan)
     graph = graph_at(samples)

@@ -137,4 +137,4 @@ _PLACEMENTS: dict[str, Callable[[tuple[int, int], int, int, int], Placement]] = 
     "vertical-columns": _tiling(horizontal=False, by_columns=True),
 }
 PLACEMENTS = (MEGATRON, *_PLACEMENTS)
-AMP_PLACEMENTS = PLACEMENTS[2:]  # those that tile AMP's device mesh
+AMP_PLACEMENTS = PLACEMENTS[2:]  # layouts that tile AMP's device mesh

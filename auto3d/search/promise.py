@@ -117,7 +117,7 @@ class Promises:
         once = min(forward + backward for forward, backward, _ in times) / candidate.pp
         if candidate.recompute == FULL:
             # Stage by stage, recomputation is at most a forward. If the last stage of pp leaves it out, the others
-            # have all the work but at most twice that of the last stage, which takes no longer than the busiest.
+            # have all the work but at most twice the work of the last stage, which takes no longer than the busiest.
             every = "recompute" in family.options
             again = min(map(sum, times)) / (candidate.pp if every else candidate.pp + 1)
             once = max(once, again)

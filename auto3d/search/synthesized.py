@@ -1,4 +1,4 @@
-"""The Plan of a candidate whose schedule is ``synthesized``: an order of a file, or one that is sought for the Plan."""
+"""The Plan of a candidate whose schedule is ``synthesized``: an order of a file, or an order sought for the Plan."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -148,7 +148,7 @@ class _Fastest:
         self.refusal: InputError | None = None
 
     def add(self, plan: Plan) -> tuple[bool, float]:
-        """Whether ``plan`` is refused, and its seconds. The smallest such pair is that of the best plan."""
+        """Whether ``plan`` is refused, and its seconds. The smallest such pair belongs to the best plan."""
         seconds = self._model.seconds(plan)
         try:
             if missing := self._shortage(plan):
@@ -163,7 +163,7 @@ class _Fastest:
 
 
 def _structures(preference: Mapping[Plan, tuple[bool, float]], *, recompute: bool) -> list[Plan]:
-    """Plans on whose stages and devices an order is sought, the best one of each structure, the best ones first.
+    """Plans on whose stages and devices an order is sought: the best Plan of each structure, the best first.
 
     There are at most _STRUCTURES of each kind: without recomputation and, if the search may ``recompute``, with it, of
     stages that keep nothing and of stages that keep a part. ``preference`` is the smaller the better a plan is.

@@ -1,4 +1,4 @@
-"""Simulated annealing of an order: operations move along their device, most often those on the critical path."""
+"""Simulated annealing of an order: operations move along their device, most often operations of the critical path."""
 
 import numpy as np
 from numba import njit
@@ -86,7 +86,7 @@ def _fits(tables: Tables, room: Room) -> bool:
 
 @njit(cache=True)
 def _move_all(order: np.ndarray, first: int, last: int, here: int, step: int, count: int) -> None:
-    """Move the operation at ``here``, and up to ``count`` later ones of its kind and stage, each by ``step``."""
+    """Move the operation at ``here``, and up to ``count`` later operations of its kind and stage, by ``step`` each."""
     code = order[here]
     if step < 0:
         place = here
@@ -108,7 +108,7 @@ def _move_all(order: np.ndarray, first: int, last: int, here: int, step: int, co
 
 @njit(cache=True)
 def _move(order: np.ndarray, here: int, there: int) -> None:
-    """Move the operation at ``here`` to ``there``; those between make room."""
+    """Move the operation at ``here`` to ``there``; operations between make room."""
     code = order[here]
     if there > here:
         for place in range(here, there):

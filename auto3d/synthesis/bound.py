@@ -137,7 +137,7 @@ def lower_bound(problem: Problem) -> Bound:
 
 
 def _branch(places: list[_Place], node: _Node) -> int | None:
-    """The stage whose choice is decided next, one of the node's device if possible; None if all are decided."""
+    """The stage whose choice is decided next, on the node's device if possible; None if all are decided."""
     undecided = [place for place in places if len(node.options[place.stage]) > 1]
     return min(((place.device != node.device, place.stage) for place in undecided), default=(True, None))[1]
 

@@ -22,7 +22,7 @@ class Certificate:
     makespan: float
     lower_bound: float
     reason: str  # why no order is shorter
-    departure: str = ""  # how the order differs from all orders of its problem; empty if it is one of them
+    departure: str = ""  # how the order differs from all orders of its problem; empty if it is among them
 
     @property
     def gap(self) -> float:
@@ -66,7 +66,7 @@ def certificate(problems: Sequence[Problem], schedule: Schedule, makespan: float
 
 
 def departure(problem: Problem, schedule: Schedule) -> str:
-    """How ``schedule`` differs from all orders of ``problem``, as a clause; empty if it is one of them."""
+    """How ``schedule`` differs from all orders of ``problem``, as a clause; empty if it is among them."""
     splits: set[int] = set()
     joined: set[int] = set()
     forwards = dict.fromkeys(problem.device_of, 0)

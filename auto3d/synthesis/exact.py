@@ -68,7 +68,7 @@ def optimum(problem: Problem, *, seconds: float) -> Optimum:
 
 
 def scale_of(values: list[float], *, most: float) -> Fraction:
-    """The factor that makes ``values`` whole numbers; if ``most`` then exceeds FINEST, one that makes it ROUNDED.
+    """The factor that makes ``values`` whole numbers; if ``most`` then exceeds FINEST, the factor makes it ROUNDED.
 
     A value counts as the shortest decimal that denotes it: 0.1 is a tenth.
     """
@@ -251,7 +251,7 @@ class _Orders:
         )
 
     def _makespan(self) -> Any:
-        """Per device: its last operation, its syncs one after another, those of its stages elsewhere, its updates."""
+        """Per device: its last operation, its syncs one after another, syncs of its stages elsewhere, its updates."""
         model, costs = self.model, self.problem.costs
         on: list[list[PipeStage]] = [[p for p in self.places if p.device == d] for d in range(self.problem.devices)]
         last, synced = [], []

@@ -23,7 +23,7 @@ ROUNDING = 1e-9  # share of a period by which operations may seem to meet
 
 
 class ModuloPattern(NamedTuple):
-    """When the operations of one micro-batch of each pipe start, and the time after which those of the next ones do."""
+    """When the operations of one micro-batch of each pipe start, and the time until the next micro-batches' start."""
 
     period: float
     delay: np.ndarray  # [4, Q] how much later than possible each operation was allowed to start
@@ -106,7 +106,7 @@ def order_by_pattern(tables: Tables, pattern: ModuloPattern) -> np.ndarray:
 
 @njit(cache=True)
 def _chain(tables: Tables) -> np.ndarray:
-    """The codes (kind × Q + pipe stage) of one micro-batch of each pipe, each after those that it waits for; W last."""
+    """The codes (kind × Q + pipe stage) of one micro-batch of each pipe, after the codes they wait for; W last."""
     size = len(tables.device)
     forward = np.arange(size) + FORWARD * size  # pipe stages are in the order of their stages
     backward = np.zeros(3 * size, np.int32)

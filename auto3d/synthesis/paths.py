@@ -24,7 +24,7 @@ class Arc:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipe:
-    """The operations of one pipe. Arcs of offset 0 lead from a node to one of higher number."""
+    """The operations of one pipe. Arcs of offset 0 lead from a node to a node of higher number."""
 
     micro_batches: int
     devices: list[int]  # per node
@@ -84,7 +84,7 @@ def _longest_paths(graph: Pipe, floors: Heads | None) -> Heads:
 def _machine_ends(graph: Pipe, known: Heads) -> Heads:
     """Per operation, when one machine has ended all that precede it on its device, each begun at its head or later.
 
-    That is the largest sum of a time and of the work of those that begin at that time or later. Micro-batches up to
+    That is the largest sum of a time and of the work of operations that begin then or later. Micro-batches up to
     n - o of one node precede micro-batch n of another, where o is the least sum of offsets along a path of arcs.
     """
     count, last = len(graph.durations), graph.micro_batches

@@ -13,7 +13,7 @@ class PipeStage:
     stage: int
     pipe: int
     device: int
-    micro_batches: int  # those of its pipe
+    micro_batches: int  # micro-batches of its pipe
     first: int  # number of the first of them
     forward: float
     backward: float

@@ -27,8 +27,8 @@ LONGER = 2  # structures that share the rest of the time
 class BareProblem:
     """Times and bytes of one micro-batch on each of S fine stages, a multiple of the devices; any units.
 
-    A structure with fewer stages merges neighbours: times and bytes add up, a message is that of their last, and a
-    stage that recomputes keeps what its first would keep. The fields are those of Problem and Costs.
+    A structure with fewer stages merges neighbours: times and bytes add up, the message is their last stage's, and a
+    stage that recomputes keeps what its first would keep. The fields are as in Problem and Costs.
     """
 
     devices: int
@@ -102,7 +102,7 @@ def structures(bare: BareProblem) -> list[Structure]:
 
 
 def _recomputing_partly(problem: Problem, seeds: Sequence[Schedule]) -> Iterator[Schedule]:
-    """Those of ``seeds`` that may recompute and exceed the memory, with enough stages recomputed to fit it.
+    """The ``seeds`` that may recompute and exceed the memory, with enough stages recomputed to fit it.
 
     On each device the first stages recompute, whose activations are held longest.
     """

@@ -42,12 +42,12 @@ LENGTHENED = 8  # orders of fewer micro-batches of which each round makes orders
 POLICY_SHARE = 0.25  # share of the time for policies and choices
 PATTERN_SHARE = 0.2  # share of the time for patterns, where memory is limited
 PATTERN_CHOICES = 3  # choices of the best orders so far that patterns are sought with
-PATTERN_RUNS = 2  # patterns that are sought with each of them
+PATTERN_RUNS = 2  # patterns that are sought with each choice
 LAST_SHARE = 0.2  # share of the time for annealing all micro-batches at the end, if fewer were searched
 HOT, COLD = 0.5, 0.005  # first and last temperature of annealing, in mean durations of an operation
 PENALTY = 8.0  # price of holding the largest activation beyond the memory, in mean durations of an operation
 REACH = 12  # farthest move of an operation
-TIMED = 100  # tries by which the time of one is measured, in annealing orders
+TIMED = 100  # tries by which the time of a try is measured, in annealing orders
 PATTERN_TIMED = 500  # and patterns
 
 
@@ -166,7 +166,7 @@ class _OrderSearch:
         return _Order(choices=choices, codes=codes, time=makespan(tables, codes, bounds, room), begun_from=begun_from)
 
     def _choices(self) -> list[BackwardChoices]:
-        """All choices, if they are few; otherwise those of the seeds, and all or none of the stages."""
+        """All choices, if they are few; otherwise the seeds' choices, and all or none of the stages."""
         split, recompute = sorted(self._all.may_split), sorted(self._all.may_recompute)
         if 2 ** (len(split) + len(recompute)) <= ALL_CHOICES:
             pairs = product(_subsets(split), _subsets(recompute))
@@ -191,7 +191,7 @@ class _OrderSearch:
                 yield self._order(self._few, choices, each, schedule.name)
 
     def _by_policies(self) -> Iterator[_Order]:
-        """Orders by the usual policies under all choices; under each, at least those that need least memory."""
+        """Orders by the usual policies under all choices; under each choice, at least the leanest orders."""
         choices = self._choices()
         alone = [(each, codes) for each in choices for codes in orders_of_one_at_a_time(self._few, each)]
         for number, (each, codes) in enumerate(alone, 1):
@@ -232,7 +232,7 @@ class _OrderSearch:
         return replace(self._order(problem, choices, codes, "pattern"), rule=pattern)
 
     def _with_changed_policies(self, orders: list[_Order]) -> list[_Order]:
-        """``orders`` and better ones, by random changes of their policies."""
+        """``orders`` and better orders, by random changes of their policies."""
         changing = [order for order in orders if isinstance(order.rule, Policy)]
         number = 0
         while changing and self._spent() < POLICY_SHARE:

@@ -24,7 +24,7 @@ TINY = 1e-30  # in place of a time or a size of 0, where it divides
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardChoices:
-    """The stages of an order that recompute, and those whose backward is I and W."""
+    """The stages of an order that recompute, and the stages whose backward is I and W."""
 
     recompute: frozenset[int] = frozenset()
     split: frozenset[int] = frozenset()
@@ -156,9 +156,9 @@ def schedule_of_order(problem: Problem, choices: BackwardChoices, order: np.ndar
 
 
 def orders_of_one_at_a_time(problem: Problem, choices: BackwardChoices) -> Iterator[np.ndarray]:
-    """Orders in which each micro-batch begins when the one before it has ended, which needs the least memory.
+    """Orders in which each micro-batch begins when the micro-batch before it has ended, which needs the least memory.
 
-    The micro-batches of several pipes take turns, or those of one pipe come before those of the next; the first pipe
+    The micro-batches of several pipes take turns, or all of one pipe come before all of the next; the first pipe
     begins, or the last one.
     """
     for pipes in sorted({tuple(range(problem.pipes)), tuple(reversed(range(problem.pipes)))}):

@@ -67,7 +67,7 @@ def makespan(tables: Tables, order: np.ndarray, bounds: np.ndarray, room: Room) 
 def time_and_excess(tables: Tables, order: np.ndarray, bounds: np.ndarray, room: Room) -> tuple[float, float]:
     """The makespan of ``order``, infinite if devices wait for each other, and what they hold beyond their memory.
 
-    The excess is the sum over devices of the largest excess of each.
+    The excess is the sum over devices of their largest excesses.
     """
     excess = 0.0
     size, devices = len(tables.device), len(tables.free)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def print_capture(recipe: LoadedRecipe, *, as_json: bool, **options: Any) -> None:
-    """Capture the recipe's model and print its figures; ``options`` are those of ``capture_figures``."""
+    """Capture the recipe's model and print its figures; ``options`` go to ``capture_figures``."""
     figures = capture_figures(recipe, **options)
     if as_json:
         record = asdict(figures)
@@ -56,7 +56,7 @@ def _table(figures: CaptureFigures) -> str:
 
 
 def _tensor_table(tensor: "Explanation", micro_batch_size: int) -> str:
-    """The weights, alike ones in one row, and the shares and collectives of one rank."""
+    """The weights, alike weights in one row, and the shares and collectives of one rank."""
     rows: dict[tuple, int] = {}
     for each in tensor.weights:
         name = re.sub(r"\d+", "*", each.weight)

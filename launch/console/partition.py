@@ -19,7 +19,7 @@ from launch.recipe.load import LoadedRecipe
 def print_partition(
     recipe: LoadedRecipe, *, as_json: bool, svg: str | None, plan_file: str | None, **options: Any
 ) -> None:
-    """Cut the recipe's model into stages and print them; ``options`` are those of ``partition_model``.
+    """Cut the recipe's model into stages and print them; ``options`` go to ``partition_model``.
 
     ``svg``: file for a picture. ``plan_file``: file for the plan of these stages, which `auto3d train --plan` takes.
     """

@@ -101,14 +101,14 @@ def _summary(recipe: LoadedRecipe, search: Search) -> str:
 
 
 def _same(plans: Sequence[tuple[int, Ranked]]) -> str:
-    """The candidates that are the same plan as one that is listed, with its place."""
+    """The candidates that are the same plan as a listed candidate, with its place."""
     lines = ["the same operations on links that are as fast:"]
     lines += [f"  plan {place}: {'; '.join(map(str, one.same))}" for place, one in plans]
     return "\n".join(lines)
 
 
 def _reasons(refused: Refusals) -> str:
-    """The reasons, commonest first, each with an example."""
+    """The reasons, commonest first, with an example of each reason."""
     lines = [f"{counted(refused.total, 'candidate')} cannot run, with one example of each reason:"]
     lines += [f"  ×{one.count} {one.reason} ({one.example})" for one in refused]
     return "\n".join(lines)

@@ -65,7 +65,7 @@ def record(
 ) -> dict[str, Any]:
     """The record of one trial, in seconds, bytes and FLOPs; figures of a trial that is not ok are None.
 
-    The columns of METHODS are those of the plan's ``candidate``: a Plan does not record how it was made.
+    The columns of METHODS come from the plan's ``candidate``: a Plan does not record how it was made.
     """
     plan = measurement.plan
     ok = measurement.status is Status.OK
@@ -110,7 +110,7 @@ def _receives(calls: CommunicationCalls) -> bool:
 def rates_of(recipe: LoadedRecipe, measurement: Measurement, seconds: float) -> Throughput:
     """The throughput of the measured plan at ``seconds`` per iteration.
 
-    Emulated devices have no peak: their times are not those of the accelerator that the recipe names.
+    Emulated devices have no peak: the accelerator that the recipe names has other times.
     """
     flops = peak = None
     if measurement.model_flops is not None:

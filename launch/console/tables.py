@@ -40,7 +40,7 @@ class Results:
 
 
 def results_of(recipe: LoadedRecipe, baseline: str = "") -> Results:
-    """The results of the last sweep of ``recipe``; overrides, if there are any, must be those of that sweep.
+    """The results of the last sweep of ``recipe``; overrides, if there are any, must be the overrides of that sweep.
 
     Raises StoreError if that sweep had other settings, or if no trial has ended.
     """
@@ -93,7 +93,7 @@ def rows(results: Results) -> list[dict[str, Any]]:
 
 
 def best(results: Results) -> Measurement | None:
-    """The measurement of the fastest trial of auto3d itself that is ok, if one is; `auto3d train` can use its plan."""
+    """The measurement of the fastest trial of auto3d itself that is ok, if any is; `auto3d train` can use its plan."""
     ok = (measurement for measurement in results.measurements if measurement.status is Status.OK)
     return next((measurement for measurement in ok if measurement.plan.engine == AUTO3D), None)
 
@@ -204,7 +204,7 @@ def _figures(results: Results) -> str:
 
 
 def _again(results: Results, folder: Path | None = None, *options: str) -> str:
-    """The command that makes the table again, in ``folder`` if given; ``options`` are further ones of `table`."""
+    """The command that makes the table again, in ``folder`` if given; ``options`` are further options of `table`."""
     recipe = results.recipe
     if results.baseline:
         options = (*options, f"--baseline={results.baseline}")

@@ -42,7 +42,7 @@ def try_fractions(recipe: LoadedRecipe, report: Callable[[TriedFraction], None])
 
     Bisection, which assumes that memory grows with the fraction. It begins with the largest fraction that fits by the
     estimate if the memory of a device is known. Each fraction is one trial of the recipe's plan, which is stored and
-    never runs twice; ``report`` receives each.
+    never runs twice; ``report`` receives each trial.
     """
     check_place(recipe)
     wanted = plan_of(recipe)

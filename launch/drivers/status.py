@@ -50,7 +50,7 @@ class Standing:
 
 
 def resumed(recipe: LoadedRecipe) -> tuple[LoadedRecipe, Command]:
-    """``recipe`` and its last command; a recipe without overrides gets those of that command."""
+    """``recipe`` and its last command; a recipe without overrides gets the overrides of that command."""
     command = _last_command(recipe)
     return (recipe if recipe.overrides or command.item else load(recipe.written, command.overrides)), command
 
@@ -70,7 +70,7 @@ def trained_here(recipe: LoadedRecipe, command: Command) -> bool:
 
 
 def standings(recipe: LoadedRecipe) -> list[Standing]:
-    """The states of the trials of the last sweep, of those that the last tune has chosen so far, or of the training."""
+    """The states of the trials of the last sweep, of the trials that the last tune chose so far, or of the training."""
     known = histories(manifest_of(recipe).entries())
     sweep, command = last_sweep(recipe), _last_command(recipe)
     names = sweep.trials if command.verb in ("sweep", "paper") and sweep is not None else command.trials
@@ -123,7 +123,7 @@ def status_table(found: Sequence[Standing]) -> str:
 
 
 def status_summary(found: Sequence[Standing]) -> str:
-    """The states in one line: how many trials are in each."""
+    """The states in one line: how many trials are in each state."""
     counts = Counter(one.state.split(" (")[0] for one in found)
     return ", ".join(f"{number} {state}" for state, number in counts.items()) or "no trial"
 

@@ -59,7 +59,7 @@ class Sweep:
 
     @property
     def every(self) -> list[Trial]:
-        """Its trials, and those that only say why a peer cannot train a plan."""
+        """Its trials, and records that only say why a peer cannot train a plan."""
         return [*self.trials, *self.infeasible]
 
     def ended(self) -> dict[Trial, Measurement]:
@@ -74,7 +74,7 @@ def sweep_of(
     only_planners: bool = False,
     process: CaptureProcess | None = None,
 ) -> Sweep:
-    """The trials of ``recipe``; with ``only_planners``, those of search.planners alone.
+    """The trials of ``recipe``; with ``only_planners``, the trials of search.planners alone.
 
     With ``tell`` their captures are checked, too, and ``tell`` receives each result; then their times are predicted.
     Models are captured in ``process`` if there is one, which several sweeps may share.
@@ -205,7 +205,7 @@ def _run(
     *,
     follow: bool,
 ) -> None:
-    """Record ``sweeps`` in the store of the recipe ``store``, and run those of their trials that have not ended."""
+    """Record ``sweeps`` in the store of the recipe ``store``, and run their trials that have not ended."""
     with executor_of(store) as executor:
         write_command(store, command)
         write_sweep(store, _record(sweeps))

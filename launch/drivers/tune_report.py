@@ -95,13 +95,13 @@ def summary(recipe: LoadedRecipe, search: Search, tried: Sequence[TriedPlan]) ->
 
 
 def _certified(search: Search, good: Sequence[TriedPlan]) -> str:
-    """A line with the certificate of the fastest plan that has a synthesized order; empty if none has."""
+    """A line with the certificate of the fastest plan with a synthesized order; empty if there is no such plan."""
     order = fastest_order(one.ranked for one in _fastest_first(good))
     return "" if order is None else f"\norder of {order.candidate}: {describe_certificate(search, order)}"
 
 
 def order(recipe: LoadedRecipe, good: Sequence[TriedPlan]) -> str:
-    """How certain it is that the fastest of these plans is the fastest, and which one is its closest rival."""
+    """How certain it is that the fastest of these plans is the fastest, and which plan is its closest rival."""
     if len(good) == 1:
         return "only one plan ran successfully, so there is no order"
     verdict = compare_plans([one.times for one in good])

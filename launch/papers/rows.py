@@ -46,7 +46,7 @@ class RowMaker:
         self._name, self._file, self._watcher, self._overrides = name, file, watcher, tuple(overrides)
         self._words = (name if file == FOLDER / f"{name}.yaml" else str(file), *overrides)
         self._subjects: dict[str, PlannedModel] = {}
-        self._rows: dict[str, dict[str, Any]] = {}  # by what decides them: parts and causes repeat each other's rows
+        self._rows: dict[str, dict[str, Any]] = {}  # what decides a row -> the row; parts and causes share rows
 
     def rows(self, part: Part) -> list[Row]:
         """All rows of ``part``, setting by setting."""

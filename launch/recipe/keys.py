@@ -1,4 +1,4 @@
-"""The keys of a recipe: the schema that holds each, the values that it takes, and their description."""
+"""The keys of a recipe: for each key its schema, the values that it takes, and its description."""
 
 import math
 import re

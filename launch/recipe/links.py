@@ -1,4 +1,4 @@
-"""The links whose figures a recipe leaves out: those that are usual for the accelerators of its nodes."""
+"""The links whose figures a recipe leaves out: the usual links of the accelerators of its nodes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -62,7 +62,7 @@ def complete_links(
 
 
 def _completed(given: LinkRecipe, usual: LinkRecipe) -> LinkRecipe:
-    """``given`` with the figures of ``usual`` that it lacks; lanes belong to the bandwidth of one of them."""
+    """``given`` with the figures of ``usual`` that it lacks; lanes belong to the bandwidth of either."""
     latency_us = usual.latency_us if given.latency_us is None else given.latency_us
     if given.gbit_per_s is not None:
         return replace(given, latency_us=latency_us)

@@ -63,7 +63,7 @@ class LoadedRecipe:
 
     @property
     def code_folders(self) -> list[str]:
-        """Folders in which the modules of a user's factory may be: this one, that of the recipe, that of recipes/."""
+        """Folders of the modules of a user's factory: the working folder, the recipe's, and the parent of recipes/."""
         return list(dict.fromkeys([os.getcwd(), str(self.folder), str(RECIPES.parent)]))
 
     def accelerator(self, key: str, name: str) -> tuple[Path, AcceleratorRecipe]:
@@ -171,7 +171,7 @@ def read_yaml(file: Path) -> dict[Any, Any]:
 def _typed(file: Path, raw: dict[Any, Any], overrides: Mapping[KeyPath, Any]) -> tuple[Recipe, "_Sources"]:
     """Merge the schema's defaults, named files, the recipe and the overrides, and check each against the schema.
 
-    Overrides that name a file come first, those that set items of lists last.
+    Overrides that name a file come first, overrides that set items of lists last.
     """
     names = file_names(overrides)
     items = {path: value for path, value in overrides.items() if any(isinstance(part, int) for part in path)}

@@ -48,7 +48,7 @@ def file_names(values: Mapping[KeyPath, Any]) -> dict[str, str]:
 
 
 def replaced(overrides: Sequence[str], by: Sequence[str]) -> list[str]:
-    """``overrides`` followed by ``by``, without those that set the same keys as ``by``."""
+    """``overrides`` without those that set the same keys as ``by``, followed by ``by``."""
     new = read_overrides(by)
     keys = [path for path, value in new.items() if not _names_a_file(path, value)]
 

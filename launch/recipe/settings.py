@@ -26,7 +26,7 @@ CANDIDATES, SIMULATIONS, TRIALS = 2000, 500, 15  # defaults of search.candidates
 
 
 def cluster(recipe: LoadedRecipe, precision: str | None = None) -> Cluster:
-    """The recipe's cluster in ``precision`` (default: the one that the recipe predicts for).
+    """The recipe's cluster in ``precision`` (default: the precision that the recipe predicts for).
 
     No other function decides how much memory its devices have. Raises RecipeError where an accelerator is unknown or
     its file lacks the precision.

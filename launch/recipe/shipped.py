@@ -24,7 +24,7 @@ class ShippedRecipe:
 
 
 def shipped_recipes() -> list[ShippedRecipe]:
-    """All recipes that come with auto3d, by name; those in folders of recipes/ follow."""
+    """All recipes that come with auto3d, by name; recipes in folders of recipes/ follow."""
     files = [file for file in RECIPES.rglob("*.yaml") if file.relative_to(RECIPES).parts[0] not in _NAMED]
     names = {str(file.relative_to(RECIPES).with_suffix("")): file for file in files}
     return [ShippedRecipe(name, _about(names[name])) for name in sorted(names, key=lambda name: ("/" in name, name))]
@@ -42,8 +42,8 @@ def _about(file: Path) -> str:
 def copy_shipped(name: str) -> list[Path]:
     """Copy the file ``name`` of recipes/, or the sbatch scripts, into this folder; returns the copies.
 
-    ``name`` is that of a recipe, or of another file such as models/gpt2-tiny. Nothing is overwritten: raises InputError
-    if a copy exists already, or if there is no such file.
+    ``name`` is the name of a recipe, or of another file such as models/gpt2-tiny. Nothing is overwritten: raises
+    InputError if a copy exists already, or if there is no such file.
     """
     if name == SCRIPTS:
         sources = [file for file in sorted((SHIPPED / SCRIPTS).iterdir()) if file.suffix in (".sbatch", ".sh")]

@@ -17,7 +17,7 @@ from launch.report.source import ReportSource, source_of
 from launch.report.throughput import ThroughputColumns
 
 DETAILED = 20  # best plans with a timeline
-DETAILED_ON_FRONT = 20  # most further plans with a timeline, of those on a Pareto front
+DETAILED_ON_FRONT = 20  # most further plans of a Pareto front that have a timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Report:
 
 
 def report_of(recipe: LoadedRecipe, tell: Callable[[int, float, bool], None] | None = None) -> Report:
-    """The report of ``recipe``; ``tell`` receives the progress of a search, if one is made."""
+    """The report of ``recipe``; ``tell`` receives the progress of a search, if there is a search."""
     source = source_of(recipe, tell)
     columns = ThroughputColumns(source.recipe)
     plans = sorted(((row_of(one, columns), one) for one in source.plans), key=lambda pair: order(pair[0]))

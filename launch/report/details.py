@@ -1,7 +1,7 @@
 """What a report says about one plan: the parts of its time, its timeline, and the memory of its devices over time.
 
 A timeline may have a hundred thousand operations. A report draws at most ``DEVICES`` devices and ``OPERATIONS``
-operations of a plan, and says how many those are of how many.
+operations of a plan, and says how many of how many operations it shows.
 """
 
 from dataclasses import dataclass, fields

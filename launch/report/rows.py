@@ -103,7 +103,7 @@ def with_corrections(rows: Sequence[PlanRow]) -> list[PlanRow]:
 
 
 def order(row: PlanRow) -> tuple[int, float]:
-    """The key that sorts rows: measured ones by time, then predicted ones by time, then those that failed."""
+    """The key that sorts rows: measured rows by time, then predicted rows by time, then failed rows."""
     if row.measured_s is not None:
         return 0, row.measured_s
     return (1, row.predicted_s or 0.0) if row.status == PREDICTED else (2, 0.0)

@@ -36,8 +36,8 @@ class ReportedPlan:
     plan: Plan
     candidate: Candidate | None = None  # choices that a plan does not record, such as its partition method
     measurements: tuple[Measurement, ...] = ()  # none: the plan was only predicted
-    model: CostModel | None = None  # None: another engine's plan, or one of an earlier version of the model
-    compared: bool = True  # whether its measured times are those that the cost model predicts
+    model: CostModel | None = None  # None: a plan of another engine, or of an earlier version of the model
+    compared: bool = True  # whether the cost model predicts the times that were measured
     place_assumed: bool = False  # whether assumed links decide its place among the best plans of a search
 
 
@@ -59,7 +59,7 @@ Tell = Callable[[int, float, bool], None] | None
 
 
 def source_of(recipe: LoadedRecipe, tell: Tell = None) -> ReportSource:
-    """What a report of ``recipe`` shows; overrides, if there are any, must be those of its last sweep or tune.
+    """What a report of ``recipe`` shows; overrides, if there are any, must be the overrides of its last sweep or tune.
 
     A report has measurements only of the settings that the recipe has now. Where there are none, it is the search of
     `auto3d plan`, and a remark says why. ``tell`` receives the progress of that search, as in ``search_recipe``. Raises
@@ -132,7 +132,7 @@ def _profiled(recipe: LoadedRecipe, costs: CostModel) -> bool:
 
 
 def _why_not_compared(recipe: LoadedRecipe, costs: CostModel) -> str:
-    """Why the times of trials are not those that ``costs`` predicts; empty if they are."""
+    """Why ``costs`` predicts other times than the trials measure; empty if it predicts theirs."""
     if emulation(recipe.values) is not None:
         return "the trials ran on emulated devices"
     kinds = (recipe.values.cluster, *recipe.values.cluster.more)

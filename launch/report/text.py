@@ -23,7 +23,7 @@ _PATH = re.compile(
 def embedded(value: Any, folders: Iterable[Path] = ()) -> str:
     """``value``, which may hold dataclasses, as JSON for a script element.
 
-    Folders in absolute paths are left out of its texts; ``folders`` are those whose names may have spaces, beside the
+    Folders in absolute paths are left out of its texts; ``folders`` are folders whose names may have spaces, beside the
     usual ones.
     """
     known = {Path.cwd(), Path.home(), Path(sys.prefix), Path(sys.base_prefix), Path(tempfile.gettempdir()), *folders}

@@ -18,7 +18,7 @@ class ThroughputColumns:
         self._tokens_per_sample = tokens_per_sample(recipe.values)
 
     def of(self, one: ReportedPlan, measured_s: float | None, predicted_s: float | None) -> Throughput | None:
-        """The throughput at the measured seconds per iteration if there are any, else at the predicted ones."""
+        """The throughput at the measured seconds per iteration if there are any, else at the predicted seconds."""
         if measured_s is not None:
             trial = next(trial for trial in one.measurements if trial.status is Status.OK)
             return rates_of(self._recipe, trial, measured_s)

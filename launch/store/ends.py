@@ -10,7 +10,7 @@ from launch.store.trials import Trial, manifest_of
 
 
 def record_ends(recipe: LoadedRecipe, ended: Mapping[Trial, Measurement]) -> None:
-    """Record the ends of ``ended`` trials, each once, except those that another process has started again since."""
+    """Record the end of each of the ``ended`` trials once, except trials that another process has begun again."""
     if not ended:
         return
     manifest = manifest_of(recipe)

@@ -79,14 +79,14 @@ class SweepRecord:
     profiled: bool = True  # whether these predictions rest on a profile, or their times are not those of devices
     candidates: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name of a trial -> the Candidate of its plan, by field, and the ``planner`` of search.planners, if any."""
-    rows: dict[str, list[str]] = field(default_factory=dict)  # if several: settings_digest() of each -> its trials
+    rows: dict[str, list[str]] = field(default_factory=dict)  # of several recipes: settings_digest() -> trials
 
     def trials_of(self, settings: str) -> list[str]:
         """The names of the trials of the recipe with these ``settings``; empty if it was not in the sweep."""
         return self.rows.get(settings, self.trials if self.settings == settings else [])
 
 
-PLANNER = "planner"  # beside the fields of a candidate: the planner of search.planners that made the plan, or none
+PLANNER = "planner"  # a field beside a candidate's: the planner of search.planners that made the plan, or none
 _sweep_adapter = TypeAdapter(SweepRecord)
 
 
@@ -114,7 +114,7 @@ def trials_of(recipe: LoadedRecipe, plans: Sequence[Plan]) -> list[Trial]:
 
 
 def again(trial: Trial, number: int) -> Trial:
-    """The ``number``-th trial of the plan of ``trial``, its first trial; each is stored and runs once."""
+    """The ``number``-th trial of the plan whose first trial is ``trial``; each trial is stored and runs once."""
     if number == 1:
         return trial
     name = f"{trial.name}-{number}"
@@ -124,7 +124,7 @@ def again(trial: Trial, number: int) -> Trial:
 def training_of(recipe: LoadedRecipe, plan: Plan, *, sought: bool = False) -> Trial:
     """The training of ``recipe`` under ``plan``.
 
-    Its checkpoints are those of every plan with which ``recipe`` learns the same: its name begins with their folder's.
+    It shares checkpoints with every plan with which ``recipe`` learns the same: its name begins with their folder's.
     If the order of ``plan`` was ``sought`` for the recipe's own plan, its name is the same for every order that may be
     found: another process would find another.
     """
@@ -156,7 +156,7 @@ def checkpoints_of(recipe: LoadedRecipe, *, global_batch: int, seed: int) -> Pat
 
 
 def same_training(trial: Trial, names: Iterable[str]) -> list[str]:
-    """Those of the ``names`` of trials that are the training ``trial`` under any plan: they share its checkpoints."""
+    """The trials among ``names`` that are the training ``trial`` under any plan: they share its checkpoints."""
     assert trial.checkpoints is not None
     return [name for name in names if name.startswith(f"{trial.checkpoints.name}-")]
 
@@ -177,7 +177,7 @@ def _files(recipe: LoadedRecipe) -> list[tuple[str, int, int]]:
     found = []
     for path in (Path(file).resolve() for file in files):
         inside = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-        index = path.with_suffix(".idx")  # beside the .bin of Megatron-LM
+        index = path.with_suffix(".idx")  # Megatron-LM has it beside the .bin
         found += [*inside, *([index] if path.suffix == ".bin" and index.is_file() else [])]
     return [(str(file), (state := os.stat(file)).st_size, state.st_mtime_ns) for file in found]
 
@@ -201,7 +201,7 @@ def job_folder(recipe: LoadedRecipe, submission: str) -> Path:
 
 
 def log_folder(recipe: LoadedRecipe, trial: str) -> Path:
-    """The folder of the log files of a trial on this machine; those of a SLURM job are in its ``job_folder``."""
+    """The folder of the log files of a trial on this machine; log files of a SLURM job are in its ``job_folder``."""
     return recipe_folder(recipe) / "trials" / trial / "job"
 
 
@@ -230,7 +230,7 @@ class Command:
     verb: str
     overrides: list[str]
     plan_file: str | None = None  # --plan of a training
-    trials: list[str] = field(default_factory=list)  # names: those that a tune has chosen so far, or the training
+    trials: list[str] = field(default_factory=list)  # names: the trials that a tune chose so far, or the training
     item: ItemRun | None = None  # what `paper --run` measures
 
 
@@ -310,7 +310,7 @@ def _measured(recipe: LoadedRecipe) -> dict[str, Any]:
         del measured["training"][name]
     if not values["measure"]["communication"]:
         del measured["measure"]["communication"]  # trials from before there was this key are the same trials
-    del measured["cluster"]["memory_gib"]  # it affects which plans are tried, not what one of them does
+    del measured["cluster"]["memory_gib"]  # it affects which plans are tried, not what a plan does
     return measured
 
 

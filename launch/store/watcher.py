@@ -42,7 +42,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class SomeTrials:
-    """Passes the progress of some trials to ``watcher``, as those of ``total`` that come after ``before`` others."""
+    """Passes the progress of some trials to ``watcher``: of ``total`` trials, they come after the first ``before``."""
 
     watcher: Watcher
     before: int

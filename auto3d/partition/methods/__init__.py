@@ -42,7 +42,7 @@ class PartitionMethod:
         return import_module(f"{__name__}.{self.file}").choose_partition
 
 
-METHODS: dict[str, PartitionMethod] = {  # the order is that of the search axis: it decides which plans a seed draws
+METHODS: dict[str, PartitionMethod] = {  # in the order of the search axis, which decides which plans a seed draws
     "uniform": PartitionMethod("uniform"),
     "blocks": PartitionMethod("blocks"),
     "layer-assignment": PartitionMethod("layer_assignment", balances_time=True),

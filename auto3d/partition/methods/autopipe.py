@@ -2,7 +2,7 @@
 
 The time of a stage is its forward, its backward and what it recomputes. Autopipe has the aim of AutoPipe, which Merak
 follows (Merak 2023, section 4.2), and reaches it exactly: no contiguous partition that fits has a faster slowest stage
-and, of those that are as fast, none sends less. This holds for the seconds in the problem, in which a stage that keeps
+and no division that is as fast sends less. This holds for the seconds in the problem, in which a stage that keeps
 the fraction α recomputes 1 - α of its forward's seconds; the whole subgraphs that it really recomputes may take more.
 It does not say that no pipeline is faster, so a search compares the plan with its rivals (``PlanMaker``). AutoPipe's
 planner, which simulates the pipeline, is ``autopipe_planner``.

@@ -39,12 +39,12 @@ def choose_stages(problem: StageProblem) -> tuple[StagePlan, ...]:
 
 @lru_cache(1024)  # a search asks for the same stages under many schedules
 def fastest_bounds(before: tuple[float, ...], stages: int) -> Bounds:
-    """The bounds of ``stages`` stages of blocks; ``before`` has the seconds before each block, and those of all."""
+    """The bounds of ``stages`` stages of blocks; ``before`` has the seconds before each block, and of all blocks."""
     return AutopipePlanner([round(_STEPS * time / before[-1]) for time in before]).fastest(stages)
 
 
 class AutopipePlanner:
-    """Plans for blocks; ``before`` has the time before each block, and that of all, in any unit."""
+    """Plans for blocks; ``before`` has the time before each block, and of all blocks, in any unit."""
 
     def __init__(self, before: Sequence[int]) -> None:
         self.before = before
@@ -65,7 +65,7 @@ class AutopipePlanner:
         return min(found, key=lambda one: one[0])[1]
 
     def balanced(self, blocks: int, stages: int) -> Bounds:
-        """The smallest largest stage of the first ``blocks``; of several such cuts, the one with the latest stages."""
+        """The smallest largest stage of the first ``blocks``; of several such cuts, the cut with the latest stages."""
         bounds = [blocks]
         for count in range(stages, 0, -1):
             last, limit = bounds[-1], self.least(bounds[-1], count)
@@ -94,7 +94,7 @@ class AutopipePlanner:
                 yield later
 
     def lighter_after(self, bounds: Bounds, master: int) -> Iterator[Bounds]:
-        """Cuts in which stages after the ``master`` take blocks of later ones, while they stay faster than it.
+        """Cuts in which stages after the ``master`` take blocks of later stages, while they stay faster than it.
 
         So that the cool-down does not wait for them: the stages after the master up to any stage should take no longer
         than as many backwards of the master.
@@ -125,7 +125,7 @@ class AutopipePlanner:
     def simulated(self, bounds: Bounds) -> tuple[int, int]:
         """(time of an iteration of 2D micro-batches under 1F1B, the master stage).
 
-        The master is the last stage of those that wait least while forwards and backwards take turns.
+        The master is the last of the stages that wait least while forwards and backwards take turns.
         """
         times = [self.before[last] - self.before[first] for first, last in pairwise(bounds)]
         forward = [round(FORWARD * time) for time in times]

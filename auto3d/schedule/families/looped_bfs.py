@@ -16,7 +16,7 @@ def looped_bfs(
     A device runs all forwards of its first stage, then all of its second, and so on; then the backwards in the opposite
     order, as in torch. It idles (D - 1)(F + B)/v if N >= D, at the activations of GPipe, and the first device holds the
     messages of all micro-batches for its next stage. The gradients of a stage are complete early, so that
-    ``sync="eager"`` hides all sums but those of the first stages.
+    ``sync="eager"`` hides all sums but the sums of the first stages.
     """
     check_least("looped-bfs", "chunks", chunks, 2)
 

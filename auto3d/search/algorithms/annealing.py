@@ -28,7 +28,7 @@ _ROUNDS = 4  # number of coolings; each begins at the best candidate so far
 
 
 def annealing(search: Search, seed: int) -> None:
-    """Look at as many candidates as the budget allows; the first is one that fits."""
+    """Look at as many candidates as the budget allows, first at a candidate that fits."""
     random = Random(seed)
     moves = _Moves(search.domain, random)
     best = find_first_fit(search)

@@ -43,7 +43,7 @@ def chimera(search: Search, seed: int) -> None:
 
 
 def _largest_first(candidates: list[Candidate], global_batch: int) -> list[Candidate]:
-    """Those of ``candidates``, which differ in micro-batch size, that the planner may take, the largest size first."""
+    """Candidates that the planner may take, the largest micro-batch size first; ``candidates`` differ in it."""
     active = [one for one in candidates if global_batch // (one.dp * one.micro_batch_size) >= one.pp]
     active = active or [min(candidates, key=lambda one: one.micro_batch_size)]
     return sorted(active, key=lambda one: -one.micro_batch_size)

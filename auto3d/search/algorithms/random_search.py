@@ -13,7 +13,7 @@ from auto3d.search.space import Domain
 def random_search(search: Search, seed: int) -> None:
     """Look at as many candidates as the budget allows, and simulate those that may be among the best.
 
-    The first is one that fits.
+    The first is a candidate that fits.
     """
     random = Random(seed)
     find_first_fit(search)

@@ -1,9 +1,9 @@
 """RaNNC: automatic hybrid parallelism by three phases of graph partitioning (Tanaka et al. 2021, section III).
 
-Atomic level (``atomic``): subcomponents of one non-constant operation each, with clones of the constant ones they need.
-Block level (``units``, ``dag``, ``blocks``): k balanced blocks in sequence. Stage level (``operation_profile``,
-``runs``, ``stages``): stages of consecutive blocks, their replicas, parallel pipelines and micro-batches. Where the
-paper is wrong or silent, a comment says what is done instead.
+Atomic level (``atomic``): subcomponents of one non-constant operation each, with clones of the constant operations
+that it needs. Block level (``units``, ``dag``, ``blocks``): k balanced blocks in sequence. Stage level
+(``operation_profile``, ``runs``, ``stages``): stages of consecutive blocks, their replicas, parallel pipelines and
+micro-batches. Where the paper is wrong or silent, a comment says what is done instead.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class RanncPartition:
     memory_bytes: tuple[float, ...]  # memory that each device of the stage needs
     iteration_s: float
     candidates: int  # runs of blocks that could be a stage
-    measured_candidates: int  # those of them whose times were measured
+    measured_candidates: int  # candidates whose times were measured
 
 
 def choose_partition(request: PartitionRequest) -> Partition:

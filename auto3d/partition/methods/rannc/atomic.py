@@ -1,4 +1,4 @@
-"""Atomic-level partitioning (RaNNC, section III-A): one non-constant operation with the constant ones it needs."""
+"""Atomic-level partitioning (RaNNC, section III-A): one non-constant operation, and constant operations for it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,8 @@ def constant_operations(graph: Graph) -> list[bool]:
 def atomic_subcomponents(graph: Graph) -> tuple[Subcomponent, ...]:
     """All atomic subcomponents in the Graph's order, in which they can run.
 
-    One forward pass replaces the paper's forward and backward pass, since every operation follows those it needs.
+    One forward pass replaces the paper's forward and backward pass, since every operation follows the operations that
+    it needs.
     """
     constant = constant_operations(graph)
     needed: list[frozenset[int]] = []  # per operation: the constant operations it needs, directly or not

@@ -5,9 +5,9 @@ from heapq import heapify, heappop, heappush
 
 
 def topological_order(after: Sequence[Iterable[int]]) -> list[int] | None:
-    """The nodes in an order in which each precedes those ``after`` it; None if the graph has a cycle.
+    """The nodes in an order in which each node precedes the nodes ``after`` it; None if the graph has a cycle.
 
-    Of several possible nodes, the one with the lowest number is next. This keeps neighbours of the model's order
+    Of several possible nodes, the node with the lowest number is next. This keeps neighbours of the model's order
     together.
     """
     pending = [0] * len(after)  # predecessors that are not in the order yet

@@ -96,7 +96,7 @@ def longest(cost: np.ndarray, stages: int, devices: int) -> list[np.ndarray]:
 
 
 def _trace(cost: np.ndarray, reached: list[np.ndarray], stages: int, devices: int) -> tuple[Run, ...]:
-    """Stages whose longest cost is the one in ``reached``."""
+    """Stages whose longest cost is the cost in ``reached``."""
     runs: list[Run] = []
     last, free = cost.shape[-1] - 1, devices
     for stage in range(stages, 0, -1):
