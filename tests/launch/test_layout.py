@@ -50,6 +50,12 @@ def imports_of(root: Path) -> dict[Path, set[Path]]:
 
 
 @cache
+def trees() -> dict[Path, ast.Module]:
+    """Each file of the two packages, parsed."""
+    return {file: ast.parse(file.read_text()) for file in files_of(ROOT)}
+
+
+@cache
 def imports_of_ours() -> dict[Path, set[Path]]:
     return imports_of(ROOT)
 
@@ -66,6 +72,7 @@ def imported_names(tree: ast.AST) -> Iterator[str]:
             yield from imported_names(node)
 
 
+@cache
 def file_of(root: Path, name: str) -> Path | None:
     """The file of a module, or of the module that has such a member; None if it is in neither package."""
     parts = name.split(".")
@@ -129,8 +136,8 @@ def test_imports_run_down_the_house():
 
 def test_a_class_name_means_one_thing():
     files: dict[str, list[str]] = {}
-    for file in imports_of_ours():
-        for node in ast.walk(ast.parse(file.read_text())):
+    for file, tree in trees().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 files.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
     assert {name: found for name, found in files.items() if len(found) > 1} == {}
@@ -161,19 +168,18 @@ IN_TWO_ROOMS = {  # names of functions that two rooms give to others; this list 
 }
 
 
-def public_names(root: Path, rooms: list[str]) -> dict[str, set[int]]:
+def public_names(rooms: list[str]) -> dict[str, set[int]]:
     """Functions that other files import -> the numbers of their rooms, without commands, named after what they run."""
-    trees = {file: ast.parse(file.read_text()) for file in files_of(root)}
     imported = {
-        (file_of(root, f"{node.module}.{alias.name}"), alias.name)
-        for tree in trees.values()
+        (file_of(ROOT, f"{node.module}.{alias.name}"), alias.name)
+        for tree in trees().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
     found: dict[str, set[int]] = {}
-    for file, tree in trees.items():
-        place = place_of(file.relative_to(root), rooms)
+    for file, tree in trees().items():
+        place = place_of(file.relative_to(ROOT), rooms)
         if place is None or rooms[place] == "launch/commands/":
             continue
         for node in tree.body:
@@ -184,7 +190,7 @@ def public_names(root: Path, rooms: list[str]) -> dict[str, set[int]]:
 
 def test_a_public_name_is_of_one_room():
     rooms = rooms_of(house_of((ROOT / "ARCHITECTURE.md").read_text()))
-    assert {name for name, places in public_names(ROOT, rooms).items() if len(places) > 1} == IN_TWO_ROOMS
+    assert {name for name, places in public_names(rooms).items() if len(places) > 1} == IN_TWO_ROOMS
 
 
 def doubled(glossary: str) -> set[str]:
@@ -241,10 +247,9 @@ def read_as_text(tree: ast.AST, ours: set[str]) -> list[int]:
 
 
 def test_our_errors_say_their_key_instead_of_being_read():
-    trees = {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in imports_of_ours()}
     bases = {
         node.name: {ast.unparse(base) for base in node.bases}
-        for tree in trees.values()
+        for tree in trees().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     }
@@ -252,7 +257,7 @@ def test_our_errors_say_their_key_instead_of_being_read():
     while new := {name for name, of in bases.items() if of & ours} - ours:
         ours |= new
     assert len(ours) > 20
-    assert {file for file, tree in trees.items() if read_as_text(tree, ours)} == READ_AS_TEXT
+    assert {str(file.relative_to(ROOT)) for file, tree in trees().items() if read_as_text(tree, ours)} == READ_AS_TEXT
     example = "try: f()\nexcept PlanError as error:\n    word = str(error).partition(': ')\n    other.split()"
     assert read_as_text(ast.parse(example), ours) == [3]
 
