@@ -6,16 +6,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.loading import CudaPinnedMemory
 from auto3d.runtime.run_ahead import RunAhead
+from auto3d.runtime.slice_collectives import Begun
 from auto3d.runtime.world import World, join, leave
 
 
 def without_waiting(self: Any, work: dist.Work, what: str) -> None:
-    """``RunAhead._wait`` whose device does not wait for the message or the sum."""
+    """``RunAhead._wait`` whose device does not wait for the message."""
     arrived = torch.cuda.Event()
     arrived.record()
     self._waits.append((arrived, what))
+
+
+def sum_without_waiting(self: Any, begun: Begun, what: str) -> None:
+    """``GradientSync._wait`` whose device does not wait for the sum."""
+    begun.finish()
 
 
 class NothingPending:
@@ -31,7 +38,7 @@ def without_event(self: Any, tensors: dict[str, torch.Tensor]) -> tuple[dict[str
 # What is planted -> the class, its method, what it is replaced by, and a case of parity.py that must come out wrong.
 IN_THE_ENGINE: dict[str, tuple[type, str, Callable[..., Any], str]] = {
     "no event between a message and its use": (RunAhead, "_wait", without_waiting, "1f1b"),
-    "no event between a sum of gradients and its use": (RunAhead, "_wait", without_waiting, "data"),
+    "no event between a sum of gradients and its use": (GradientSync, "_wait", sum_without_waiting, "data"),
     "pinned buffers that are written while the device reads them": (
         CudaPinnedMemory,
         "queue_copy",

@@ -26,9 +26,12 @@ using Stack = torch::jit::Stack;
 std::mutex counted;
 std::map<std::string, long> counts;  // calls by operator
 
+void count(const std::string& name) { std::lock_guard<std::mutex> guard(counted); ++counts[name]; }
+
 // Queue `work` on the current stream. Autograd and the caller's modes are none of its business.
 void enqueue(std::string what, std::function<void()> work) {
   struct Task { std::string what; std::function<void()> work; };
+  count(what);
   auto run = [](void* data) {
     std::unique_ptr<Task> task((Task*)data);
     try {
@@ -108,6 +111,7 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack& stack) {
 
 // Compute now, and put the results on the device: for operators whose results depend on values, as in CUDA's own.
 void compute_at_once(const c10::OperatorHandle& op, Stack& host, at::Device device) {
+  count(toString(op.operator_name()));
   c10::cuda::getCurrentCUDAStream(device.index()).synchronize();
   at::AutoDispatchBelowADInplaceOrView guard;
   run_on_cpu(op, host);
@@ -141,7 +145,6 @@ bool masks(const Stack& arguments) {  // whether an index is a mask, whose true 
 void on_stream(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   std::string name = toString(op.operator_name());
-  { std::lock_guard<std::mutex> guard(counted); ++counts[name]; }
   Stack arguments(stack->end() - schema.arguments().size(), stack->end());
   torch::jit::drop(*stack, arguments.size());
   std::optional<at::Device> device;
