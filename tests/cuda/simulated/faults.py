@@ -2,22 +2,25 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.loading import CudaPinnedMemory
-from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.slice_collectives import Begun
 from auto3d.runtime.world import World, join, leave
+from auto3d.schedule.program import Message
+
+RECEIVE = Exchange.receive
 
 
-def without_waiting(self: Any, work: dist.Work, what: str) -> None:
-    """``RunAhead._wait`` whose device does not wait for the message."""
-    arrived = torch.cuda.Event()
-    arrived.record()
-    self._waits.append((arrived, what))
+def message_without_waiting(self: Any, message: Message) -> dict[str, torch.Tensor]:
+    """``Exchange.receive`` whose device does not wait for the message."""
+    with patch.object(self._run_ahead, "wait", lambda work, what: None):
+        return RECEIVE(self, message)
 
 
 def sum_without_waiting(self: Any, begun: Begun, what: str) -> None:
@@ -37,7 +40,7 @@ def without_event(self: Any, tensors: dict[str, torch.Tensor]) -> tuple[dict[str
 
 # What is planted -> the class, its method, what it is replaced by, and a case of parity.py that must come out wrong.
 IN_THE_ENGINE: dict[str, tuple[type, str, Callable[..., Any], str]] = {
-    "no event between a message and its use": (RunAhead, "_wait", without_waiting, "1f1b"),
+    "no event between a message and its use": (Exchange, "receive", message_without_waiting, "1f1b"),
     "no event between a sum of gradients and its use": (GradientSync, "_wait", sum_without_waiting, "data"),
     "pinned buffers that are written while the device reads them": (
         CudaPinnedMemory,
