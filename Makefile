@@ -85,7 +85,7 @@ zoo: $(INSTALLED)  ## compare 400 other models with plain PyTorch; writes result
 	$(BIN)/python -m tests.zoo $(if $(ARGS),$(ARGS),--write)
 
 cuda:  ## train plans on simulated GPUs under torch's CUDA build, and plant faults (7 GB of disk; 10 minutes)
-	@$(MAKE) --no-print-directory $(CUDA)/.installed || echo "skipped: torch's CUDA build cannot be installed here"
+	@$(MAKE) --silent $(CUDA)/.installed || echo "skipped: torch's CUDA build cannot be installed here"
 	@test ! -f $(CUDA)/.installed || $(CUDA)/bin/python -m tests.cuda.simulated $(ARGS)
 
 bench: $(INSTALLED)  ## run all benchmarks in tests/benchmarks/ (minutes)

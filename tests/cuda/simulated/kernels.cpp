@@ -230,7 +230,11 @@ Tensor& copy_(c10::DispatchKeySet, Tensor& self, const Tensor& source, bool non_
     // Between host and device, torch makes contiguous tensors of the same type first, with this function.
     return at::native::copy_(self, source, non_blocking);
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(self.device() == source.device(), "copies of this form between devices are not simulated");
+  if (self.device() != source.device()) {
+    Tensor arrived = at::empty(self.sizes(), self.options());
+    at::native::copy_(arrived, source.to(self.scalar_type()).expand(self.sizes()).contiguous(), non_blocking);
+    return self.copy_(arrived);
+  }
   c10::cuda::CUDAGuard guard(self.device());
   Tensor to = on_host(self), from = on_host(source);
   enqueue("copy_", [to, from] { to.copy_(from); });
