@@ -285,11 +285,11 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, s
         fused if system is None else system.fused_norms
     ):
         for norm in norms_of(graph):
-            elements = max(value.bytes for position in norm for value in graph.nodes[position].outputs) / ELEMENT_BYTES
-            for way, moved, kernels in zip(("", "backward_"), EAGER_NORM, EAGER_NORM_KERNELS, strict=True):
-                for name, value in ((f"{way}moved", moved * elements), (f"{way}launches", kernels)):
-                    arrays[name][norm] = 0.0
-                    arrays[name][norm[0]] = value
+            of_norm = max(value.bytes for position in norm for value in graph.nodes[position].outputs) / ELEMENT_BYTES
+            for way, each, kernels in zip(("", "backward_"), EAGER_NORM, EAGER_NORM_KERNELS, strict=True):
+                for figure, amount in ((f"{way}moved", each * of_norm), (f"{way}launches", kernels)):
+                    arrays[figure][norm] = 0.0
+                    arrays[figure][norm[0]] = amount
     tensors = tensors_of(graph, scale, arrays["saved"])
     shared = _computed_once(graph, scale)
     if system is not None:

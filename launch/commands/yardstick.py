@@ -63,8 +63,8 @@ def yardstick(
     if out is not None:
         for file in write_pages(scored, traces, out):
             note(f"written: {file}")
-        if not sets and (known := known_errors_of(scored)):
-            write_errors([one.errors for one in known], file := published(FILE))
+        if not sets and (errors := [one.errors for one in known_errors_of(scored)]):
+            write_errors(errors, file := published(FILE))
             note(f"written: {file}")
     return 0
 

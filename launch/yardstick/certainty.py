@@ -10,7 +10,7 @@ from statistics import mean
 from tabulate import tabulate
 
 from launch.model.certainty import Certainty, Origin, SetErrors, certainty_from, root_mean_square
-from launch.yardstick.left_out import CHANGED
+from launch.yardstick.left_out import CHANGED, LEFT_OUT
 from launch.yardstick.predictors import Predictor
 from launch.yardstick.results import ScoredSet
 from launch.yardstick.scores import Pair, grouped
@@ -27,7 +27,6 @@ in groups of runs among which a planner chooses, without the mean of each group;
 are not told apart.
 """
 PLANNING = "auto3d-simulated"  # the predictor of `auto3d plan`
-LEFT_OUT = "auto3d-left-out"  # the same, without what was fitted to the set
 
 
 @dataclass(frozen=True)

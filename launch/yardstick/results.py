@@ -10,6 +10,7 @@ from launch.model.measured_layers import published
 from launch.recipe.load import load
 from launch.recipe.settings import cluster
 from launch.recipe.shipped import RECIPES
+from launch.yardstick.left_out import CHANGED, LEFT_OUT
 from launch.yardstick.measured import MeasuredSet, PublishedRun
 from launch.yardstick.ours import OurModel
 from launch.yardstick.predictors import Predicted, PredictionRequest, Predictor
@@ -58,7 +59,7 @@ def predictors() -> dict[str, Predictor]:
         for method, words in zip(METHODS, ("simulated", "AMP's formula", "Chimera's formula"), strict=True)
     ]
     title = "our costs, no figure fitted to times of the set"
-    found.append(Predictor(name="auto3d-left-out", title=title, predict=ours.left_out()))
+    found.append(Predictor(name=LEFT_OUT, title=title, predict=ours.left_out(), ours=True))
     found += [
         Predictor(name="amp", title="AMP's formula on textbook inputs", predict=textbook(amp)),
         Predictor(name="chimera", title="Chimera's formula on textbook inputs", predict=textbook(chimera)),
@@ -88,9 +89,9 @@ def score_set(measured: MeasuredSet, chosen: Sequence[Predictor], tell: Callable
         runs = [asked.runs[place] for place in places]
         for one, found in predicted.items():
             scored = scores(runs, [found[place] for place in places], memory_bytes=memory)
-            parts.append(
-                ScoredPart(part=part, predictor=one, scores=scored, fitted=one.ours and part in measured.fitted)
-            )
+            left_out = one.name == LEFT_OUT and measured.name in CHANGED
+            fitted = one.ours and part in measured.fitted and not left_out
+            parts.append(ScoredPart(part=part, predictor=one, scores=scored, fitted=fitted))
     return ScoredSet(measured=measured, runs=asked.runs, predicted=predicted, parts=tuple(parts))
 
 
