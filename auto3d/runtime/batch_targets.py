@@ -31,7 +31,8 @@ class BatchTargets:
         """The fraction of the places for targets that the global batch of ``iteration``, from 1, fills.
 
         ``counts`` has the number of targets of each term, and then that of items if they count. ``is_updated`` says
-        whether the update did not wait for it. The global batch has the fraction ``present`` of its micro-batches.
+        whether the update did not wait for it. The global batch has the fraction ``present`` of its micro-batches, or
+        of its samples if items count.
 
         Raises InputError if the terms of the loss would need different ones, so that no division of their sum is right,
         or if the update is wrong because it did not wait.

@@ -189,6 +189,9 @@ class Executor:
             program = without(program, incomplete.absent)
             if incomplete.short is not None:
                 self._sized[incomplete.short] = batches.sized
+        if batches is not None:
+            for stage in self._all_stages():
+                stage.set_present(1.0 if incomplete is None else incomplete.samples)
         if batches is not None or self._shorter is not None:
             self._exchange.set_sizes({number: each.transfers for number, each in self._sized.items()})
         self._program = program
@@ -302,7 +305,9 @@ class Executor:
         return total
 
     def _fraction(self, total: Total, iteration: int) -> float:
-        present = 1.0 if self._incomplete is None else self._incomplete.present
+        present = 1.0
+        if self._incomplete is not None:
+            present = self._incomplete.samples if self._targets.counts_items else self._incomplete.present
         return self._targets.fraction(total.counts, iteration, is_updated=not self._waits, present=present)
 
     @property

@@ -20,6 +20,7 @@ class IncompleteBatch:
     absent: frozenset[int]  # micro-batches of its pipeline that the global batch does not have
     short: int | None  # the micro-batch with fewer samples; None: no such one is of its pipeline
     present: float  # fraction of the micro-batches of a complete global batch that this one has
+    samples: float  # fraction of the samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +43,12 @@ class IncompleteBatches:
             absent=frozenset(range(max(0, last + 1), count)),
             short=last if samples % size and 0 <= last < count else None,
             present=present / (self.plan.dp * count),
+            samples=samples / self.plan.global_batch,
         )
 
 
 def why_not(captured: CapturedModel, plan: Plan, settings: TrainingSettings, short: int) -> str:
     """Why batches whose last micro-batch has ``short`` samples cannot run as they are; empty if they can."""
-    if not settings.weighs_micro_batches_alike:
+    if not settings.weighs_micro_batches_alike and settings.loss_mean != "items":
         return f"loss_mean is {settings.loss_mean}, which does not weigh micro-batches alike"
     return why_not_sized(captured, lambda: captured.at(short), plan, settings, f"{short} samples")

@@ -92,6 +92,11 @@ class StageModule:
             self.counts[micro_batch] = counts
         return {name: (made if name in made else inputs)[name].contiguous() for name in self.sent}
 
+    def set_present(self, fraction: float) -> None:
+        """From now on a global batch has this fraction of its samples."""
+        for computation in self._computations:
+            computation.targets.set_present(fraction)
+
     def recompute(self, micro_batch: int) -> None:
         """Compute the activations again that the forward of ``micro_batch`` dropped."""
         whole, computation = self._at(micro_batch)

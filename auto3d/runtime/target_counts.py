@@ -35,14 +35,14 @@ class CountedMean(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A term of the loss times ``factor``."""
+    """A term of the loss times ``factor``, in a global batch that has the fraction ``present`` of its samples."""
 
     def __init__(self, factor: float, term: Callable[..., torch.Tensor]) -> None:
         super().__init__()
-        self._factor, self._term = factor, term
+        self._factor, self._term, self.present = factor, term, 1.0
 
     def forward(self, *values: Any, **options: Any) -> torch.Tensor:
-        return self._term(*values, **options) * self._factor
+        return self._term(*values, **options) * (self._factor * self.present)
 
 
 class TargetCounts:
@@ -52,6 +52,7 @@ class TargetCounts:
         self._numbers = {term.name: number for number, term in enumerate(terms)}
         self._terms = terms
         self._means: dict[int, CountedMean] = {}
+        self._scaled: list[Scaled] = []
 
     def module_of(self, node: fx.Node, run: Callable[..., torch.Tensor]) -> CountedMean | Scaled | None:
         """The module that runs ``node``, which ``run`` would run; None if it is none of the terms."""
@@ -60,9 +61,15 @@ class TargetCounts:
             return None
         term = self._terms[number]
         if isinstance(term, ScaledTerm):
-            return Scaled(term.factor, run)
+            self._scaled.append(Scaled(term.factor, run))
+            return self._scaled[-1]
         self._means[number] = CountedMean(term, run)
         return self._means[number]
+
+    def set_present(self, fraction: float) -> None:
+        """From now on a global batch has this fraction of its samples, by which its sum is divided in the end."""
+        for scaled in self._scaled:
+            scaled.present = fraction
 
     def take(self) -> dict[int, torch.Tensor]:
         """Number of a term -> the number of its targets in the forward that has just run."""

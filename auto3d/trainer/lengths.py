@@ -16,6 +16,7 @@ _WORTH = 0.1  # fraction of the tokens that another length must save
 _STEP = 8  # lengths to capture are multiples of it, which kernels of GPUs need to be fast
 
 _FIRST_OF_STREAM = 64  # samples of a stream that are looked at
+_DRAWN_AGAIN = 8  # samples of which it is tried whether their length is drawn
 _PATIENCE_S = 10.0  # reading samples one by one, all of which are equally long, ends then
 
 
@@ -33,14 +34,18 @@ def lengths_of(data: CollatedData, padding: Padding) -> np.ndarray | None:
         if [_length(data, padding, place) for place in tried] != lengths[tried].tolist():
             lengths = None  # the collator cuts, or adds tokens
     if lengths is None:
+        _check_draws_none(data, padding)
         lengths = _read_lengths(data, padding)
     if lengths is not None and lengths.min() < lengths.max():
         _check_collates(data, padding.main, int(lengths.argmin()), int(lengths.argmax()))
     return lengths
 
 
-def check_stream_lengths(data: CollatedData, padding: Padding) -> None:
-    """Raise InputError if the first samples of a stream differ in length, of which nobody knows the longest."""
+def length_of_stream(data: CollatedData, padding: Padding) -> int | None:
+    """The tokens of the first samples of a stream; None if they have no sequence of tokens.
+
+    Raises InputError if they differ in length, since nobody knows the longest.
+    """
     found = (_length(data, padding, number) for number in data.order.of(0)[:_FIRST_OF_STREAM])
     lengths = {each for each in found if each is not None}
     if len(lengths) > 1:
@@ -48,12 +53,13 @@ def check_stream_lengths(data: CollatedData, padding: Padding) -> None:
             f"train_dataset: its stream begins with samples of {min(lengths)} to {max(lengths)} tokens, and how long "
             "others are is not known; give TrainingArguments.sequence_length, to which all are padded"
         )
+    return next(iter(lengths), None)
 
 
-def _length(data: CollatedData, padding: Padding, place: int) -> int | None:
-    """The tokens of the sample at this place; None if it has no sequence of tokens."""
+def _length(data: CollatedData, padding: Padding, place: int, draw: int = 0) -> int | None:
+    """The tokens of the sample at this place, as ``draw`` seeds it; None if it has no sequence of tokens."""
     try:
-        return padding.length_of(data.collated([place], [0, 0]))
+        return padding.length_of(data.collated([place], [0, draw]))
     except InputError:
         raise
     except Exception:  # a collator of the user's may need several samples
@@ -78,16 +84,34 @@ def _column_lengths(dataset: Any, padding: Padding) -> np.ndarray | None:
         return None
 
 
+def _check_draws_none(data: CollatedData, padding: Padding) -> None:
+    """Raise InputError if the first few samples are of another length when they are drawn again."""
+    for place in range(min(_DRAWN_AGAIN, len(data.dataset))):
+        found = {_length(data, padding, place, draw) for draw in range(3)}
+        if len(found) > 1:
+            raise InputError(
+                f"train_dataset or eval_dataset: how many tokens sample {place} has is drawn at random (found "
+                f"{' and '.join(map(str, found))}); give TrainingArguments.sequence_length, to which all are padded"
+            )
+
+
 def _read_lengths(data: CollatedData, padding: Padding) -> np.ndarray | None:
-    """[samples] their lengths, from each sample by itself; None if all are equally long as far as patience goes."""
-    lengths, until = np.zeros(len(data.dataset), dtype=np.int64), monotonic() + _PATIENCE_S
+    """[samples] their lengths, from each sample by itself; None if all are equally long as far as patience goes.
+
+    Raises InputError where samples differ in length, and one cannot be read.
+    """
+    lengths, until, differ = np.zeros(len(data.dataset), dtype=np.int64), monotonic() + _PATIENCE_S, False
     for place in range(len(lengths)):
         found = _length(data, padding, place)
-        if found is None:
+        if found is None and differ:
+            raise InputError(
+                f"train_dataset or eval_dataset: sample {place} cannot be read or collated by itself, as it must be to "
+                "find how long samples are; mend or leave it out, or give TrainingArguments.sequence_length"
+            )
+        if found is None or (not differ and monotonic() > until):
             return None
         lengths[place] = found
-        if monotonic() > until and lengths[0] == lengths[: place + 1].max() == lengths[: place + 1].min():
-            return None
+        differ |= found != lengths[0]
     return lengths
 
 

@@ -60,6 +60,11 @@ class Padding:
         }
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.main not in batch:
+            raise InputError(
+                f"TrainingArguments.sequence_length: data_collator makes no {self.main}, whose length it says; have "
+                "it pad all samples to one length, or let the model say its main_input_name"
+            )
         at = batch[self.main].dim() - 1  # 1; 2 where a sample is several texts
         present = batch[self.main].shape[at]
         missing = self._missing(present)

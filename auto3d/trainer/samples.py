@@ -3,7 +3,8 @@
 Every rank knows the order of the samples; it loads and collates only micro-batches that its stages read or compare.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
@@ -12,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from auto3d.capture.export import InputSpec
 from auto3d.capture.graph import Graph
@@ -52,10 +54,13 @@ class TrainOrder:
     The last iteration of an epoch has the samples that remain, which may be fewer than a global batch. A thread that
     reads ahead asks too, so an epoch is kept until the next but one begins: a sampler with a state of its own draws
     another order each time. So a training that resumes in an epoch draws those before it, too.
+
+    A sampler that draws from torch's own generator begins at ``state`` of it, which all ranks have: what their stages
+    draw is not the same.
     """
 
-    def __init__(self, loader: Any, *, global_batch: int, iterations_per_epoch: int) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, *, global_batch: int, iterations_per_epoch: int, state: torch.Tensor) -> None:
+        self._loader, self._state = loader, state
         self._global_batch, self._iterations_per_epoch = global_batch, iterations_per_epoch
         self._epochs: dict[int, list[int]] = {}  # the last two that were drawn
         self._drawn = 0  # epochs that were drawn
@@ -85,11 +90,43 @@ class TrainOrder:
 
     def _draw(self, epoch: int) -> None:
         """Draw the order of ``epoch`` from the generators that torch's DataLoader has, as much as it does."""
-        self._loader.set_epoch(epoch)
-        torch.empty((), dtype=torch.int64).random_()  # a seed of workers, which comes before the order
-        drawn = [sample for batch in self._loader.batch_sampler for sample in batch]
+        with self._generator():
+            self._loader.set_epoch(epoch)
+            _draw_seed_of_workers()
+            drawn = [sample for batch in self._loader.batch_sampler for sample in batch]
         self._epochs = {number: self._epochs[number] for number in self._epochs if number == epoch - 1}
         self._epochs[epoch], self._drawn = drawn, epoch + 1
+
+    def note_evaluation(self) -> None:
+        """Draw what the iterator of an evaluation draws in one process."""
+        with self._drawing, self._generator():
+            _draw_seed_of_workers()
+
+    @contextmanager
+    def _generator(self) -> Iterator[None]:
+        """Inside, torch's own generator goes on from where the order left it."""
+        before = torch.default_generator.get_state()
+        torch.default_generator.set_state(self._state)
+        try:
+            yield
+        finally:
+            self._state = torch.default_generator.get_state()
+            torch.default_generator.set_state(before)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all ranks draw the same later epochs where they have drawn the same first one."""
+        sampler = getattr(self._loader.batch_sampler, "sampler", None)
+        own = getattr(sampler, "generator", None) is not None and not isinstance(sampler, SeedableRandomSampler)
+        return type(sampler) in _SAMPLERS and not own
+
+
+_SAMPLERS = (SeedableRandomSampler, RandomSampler, SequentialSampler, WeightedRandomSampler, LengthGroupedSampler)
+
+
+def _draw_seed_of_workers() -> None:
+    """As torch's iterator of a DataLoader does before it asks a sampler."""
+    torch.empty((), dtype=torch.int64).random_()
 
 
 @dataclass(frozen=True)

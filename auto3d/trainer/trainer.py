@@ -43,7 +43,7 @@ from auto3d.trainer.checks import check_padding, check_same_data, check_samples,
 from auto3d.trainer.evaluation import Evaluation, check_batches, check_evaluation, evaluated, metrics_of, shifts_labels
 from auto3d.trainer.folders import check_complete, last_complete, load_weights, write_state
 from auto3d.trainer.instance import kept_by_forward, separate
-from auto3d.trainer.lengths import check_stream_lengths, lengths_of, lengths_to_capture
+from auto3d.trainer.lengths import length_of_stream, lengths_of, lengths_to_capture
 from auto3d.trainer.looks import is_of_user, may_look, reached, words_of
 from auto3d.trainer.loss_mean import loss_mean_of
 from auto3d.trainer.optimizer import KEPT, StateOnRanks, numbers_of, take_thawed
@@ -302,7 +302,10 @@ class Trainer(transformers.Trainer):
         global_batch = self._pipeline.batch.global_batch
         if is_stream(loader.dataset):
             return Stream(loader.dataset, global_batch=global_batch, seed=self.args.seed, tell=tell)
-        return TrainOrder(loader, global_batch=global_batch, iterations_per_epoch=self._updates_per_epoch)
+        state = of_rank_0(
+            torch.default_generator.get_state, "to say from where it draws the order", timeout_s=self.args.ddp_timeout
+        )
+        return TrainOrder(loader, global_batch=global_batch, iterations_per_epoch=self._updates_per_epoch, state=state)
 
     def _init_training_state(self, *arguments: Any, **named: Any) -> tuple[int, int]:
         """Begin at the state of the checkpoint, if there is one, which may be in a later epoch of a stream."""
@@ -581,11 +584,9 @@ class Trainer(transformers.Trainer):
                 )
             missing = -samples % global_batch if max_steps >= self._updates_per_epoch else 0
         self._length = None
-        if isinstance(self._order, Stream) and self.args.sequence_length is None:
-            check_stream_lengths(self._collated(loader, self._order), padding_of(0, self.model, self._tokenizer()))
         lengths = self._find_length([loader, *self._loaders_of_evaluations().values()])
         data = replace(self._collated(loader, self._order), missing=missing).with_shapes()
-        if lengths is not None and self._length is not None:
+        if lengths is not None and self._length is not None and self._is_same_order():
             captured = lengths_to_capture(self._of_micro_batches(lengths, max_steps), self._length)[:-1]
             data = replace(data, sample_lengths=lengths, captured_lengths=captured)
         check_samples(data, self._main_input, timeout_s=self.args.ddp_timeout)
@@ -618,6 +619,14 @@ class Trainer(transformers.Trainer):
             return None
         return padding_of(length, self.model, self._tokenizer(), is_found=self.args.sequence_length is None)
 
+    def _is_same_order(self) -> bool:
+        """Whether all ranks have the same order of samples, so that they know the lengths of each other's messages."""
+        assert isinstance(self._order, TrainOrder)
+        epoch = (self._order.of(step) for step in range(self._updates_per_epoch))
+        mine = xxh3_64_intdigest(repr([*map(list, epoch)]).encode()) >> 2 if self._order.is_known else 0
+        found = of_all_ranks([mine], torch.int64, timeout_s=self.args.ddp_timeout)
+        return bool(mine) and bool((found == mine).all())
+
     def _of_micro_batches(self, lengths: np.ndarray, max_steps: int) -> np.ndarray:
         """The tokens of the longest sample in each micro-batch of the first epoch, or of as much as tells them all."""
         steps = (self._order.of(step) for step in range(min(max_steps, self._updates_per_epoch, 1000)))
@@ -633,14 +642,18 @@ class Trainer(transformers.Trainer):
         if self.args.sequence_length is not None:
             return None
         padding = padding_of(0, self.model, self._tokenizer())
+        of_stream: list[np.ndarray | None] = []
+        if is_stream(loaders[0].dataset):
+            found = length_of_stream(self._collated(loaders[0], self._order), padding)
+            of_stream, loaders = [None if found is None else np.array([found])], loaders[1:]
 
         def lengths() -> tuple[int | None, np.ndarray | None]:
             plain = (replace(self._collated(each, InOrder(0, 1)), padding=None) for each in loaders)
-            found = [lengths_of(data, padding) for data in plain]
-            known = [each for each in found if each is not None]
-            if all(each.min() == each.max() for each in known):
+            of_all = [*of_stream, *(lengths_of(data, padding) for data in plain)]
+            known = [each for each in of_all if each is not None]
+            if len(known) < len(of_all) or all(each.min() == each.max() for each in known):
                 return None, None
-            return max(int(each.max()) for each in known), found[0]
+            return max(int(each.max()) for each in known), None if of_stream else known[0]
 
         longest, first = of_rank_0(lengths, "to find how long samples are", timeout_s=self.args.ddp_timeout)
         if longest is not None and longest > (self._length or 0):
@@ -733,7 +746,8 @@ class Trainer(transformers.Trainer):
         else:
             self._pipeline.scatter()
         self._pipeline.use_weights(evaluation=True)
-        torch.empty((), dtype=torch.int64).random_()  # as torch's DataLoader does, for workers: see TrainOrder
+        if self.is_in_train and isinstance(self._order, TrainOrder) and args.device.type == "cpu":
+            self._order.note_evaluation()  # on a GPU, threads of ranks may have drawn the next epoch
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         evaluation = self._evaluation_of(data, loss_only=loss_only, ignored=ignore_keys)
         looks = any(map(may_look, (self.compute_metrics, self.preprocess_logits_for_metrics)))

@@ -101,14 +101,13 @@ class Permutes:
 
 def test_an_epoch_is_drawn_once_for_a_thread_that_reads_ahead_of_another():
     loader = SimpleNamespace(set_epoch=lambda epoch: None, batch_sampler=Permutes())
-    order = TrainOrder(loader, global_batch=4, iterations_per_epoch=2)
+    sizes = {"global_batch": 4, "iterations_per_epoch": 2, "state": torch.default_generator.get_state()}
+    order = TrainOrder(loader, **sizes)
     permutes = Permutes()
     drawn = [batch for _ in range(3) for batch in permutes]
     for iteration in (0, 1, 2, 1, 3, 2, 4, 3):
         assert order.of(iteration) == drawn[iteration]
-    resumed = TrainOrder(
-        SimpleNamespace(set_epoch=lambda epoch: None, batch_sampler=Permutes()), global_batch=4, iterations_per_epoch=2
-    )
+    resumed = TrainOrder(SimpleNamespace(set_epoch=lambda epoch: None, batch_sampler=Permutes()), **sizes)
     assert resumed.of(5) == drawn[5], "epochs before it were drawn too"
 
 

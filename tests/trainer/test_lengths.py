@@ -84,7 +84,7 @@ def test_samples_of_many_lengths_train_as_in_one_process(degrees, processes, tmp
     for found, predicted, labels_here, loss_here, captured in processes.run(
         size, partial(trained, **degrees), tmp_path, free_port()
     ):
-        assert captured == (16,), "micro-batches whose samples are short run at their own length"
+        assert captured == (8, 16), "micro-batches whose samples are short run at their own length"
         assert found == pytest.approx(logged, rel=1e-4)
         np.testing.assert_allclose(predicted, predictions, rtol=1e-3, atol=1e-4)  # also what fills shorter batches
         assert labels_here.tolist() == labels.tolist()
@@ -138,6 +138,35 @@ def test_no_lengths_are_known_of_samples_without_a_sequence():
         lengths_of(of(images, lambda samples: {"pixels": torch.stack([each["pixels"] for each in samples])}), PADDING)
         is None
     )
+
+
+def test_a_batch_without_the_input_whose_length_is_said_is_refused():
+    with pytest.raises(InputError, match="data_collator makes no input_ids, whose length it says"):
+        PADDING({"tokens": torch.zeros(2, 4)})
+
+
+class Cropped(Texts):
+    def __getitem__(self, place):
+        tokens = super().__getitem__(place)["input_ids"]
+        return {"input_ids": tokens[: np.random.randint(2, len(tokens))]}
+
+
+def test_lengths_that_are_drawn_are_refused():
+    with pytest.raises(InputError, match="how many tokens sample 0 has is drawn at random"):
+        lengths_of(of(Cropped(tagged([40] * 4)), padded), PADDING)
+
+
+class Broken(Texts):
+    def __getitem__(self, place):
+        if place == 3:
+            raise OSError("no such file")
+        return super().__getitem__(place)
+
+
+def test_a_sample_that_cannot_be_read_is_named_where_others_differ_in_length():
+    with pytest.raises(InputError, match="sample 3 cannot be read or collated by itself"):
+        lengths_of(of(Broken(tagged([4, 4, 9, 4])), padded), PADDING)
+    assert lengths_of(of(Broken(tagged([4, 4, 4, 4])), padded), PADDING) is None
 
 
 def test_a_collator_that_does_not_pad_is_named_with_the_samples():
