@@ -1,10 +1,12 @@
 """A process that captures and checks models, or predicts with them, for a driver."""
 
+import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from traceback import format_exc
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 from auto3d.errors import InputError
 from auto3d.garbage import collect_rarely
 
+# Fork is unsafe: a driver that shows progress has threads. Tests fork from a process without.
+CONTEXT: SpawnContext | ForkServerContext = get_context("spawn")
 KILLED = "model: the process that captured it was killed, as the kernel does when memory runs out"
 
 
@@ -53,9 +57,8 @@ class CaptureProcess:
         return result
 
     def _start(self) -> Connection:
-        context = get_context("spawn")  # fork is unsafe here: a driver that shows progress has threads
-        ours, theirs = context.Pipe()
-        self._process = context.Process(target=_answer, args=(theirs,))
+        ours, theirs = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=_answer, args=(theirs, dict(os.environ)))
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the child inherits this: the driver handles Ctrl-C
         try:
             self._process.start()
@@ -65,8 +68,10 @@ class CaptureProcess:
         return ours
 
 
-def _answer(pipe: Connection) -> None:
+def _answer(pipe: Connection, environment: dict[str, str]) -> None:
     """Main function of the process. The functions that it calls write to the cache themselves."""
+    os.environ.clear()  # where a process was forked, it has the variables of when that one began
+    os.environ.update(environment)
     collect_rarely()
     with suppress(EOFError, BrokenPipeError):  # the driver has ended
         while True:
