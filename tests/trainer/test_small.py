@@ -87,7 +87,7 @@ KINDS_OF_MODELS = ("a teacher", "a last batch in part", "pruned")
     ("degrees", "names"),
     [
         ({"pp": 2}, KINDS_OF_MODELS),
-        ({"dp": 2, "pp": 2}, COUNTED[2:]),
+        ({"dp": 2}, COUNTED[2:]),
         *soak(({"pp": 2}, tuple(small.MODELS)), *(({axis: 2, "pp": 2}, COUNTED) for axis in ("dp", "tp"))),
     ],
     ids=str,
