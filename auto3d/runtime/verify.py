@@ -306,14 +306,14 @@ def _values_by_module(
     """The values that each module's operations compute in the program, by the path of the module."""
     made: dict[str, list[torch.Tensor]] = {}
     with _SeededDraws():
-        values = values_of(captured, _tensors(captured, model, device), batch, device)
+        values = node_values(captured, _tensors(captured, model, device), batch, device)
     for node, value in values.items():
         for path, _ in (node.meta.get("nn_module_stack") or {}).values():
             made.setdefault(path, []).extend(leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
     return made
 
 
-def values_of(
+def node_values(
     captured: CapturedModel, state: Tensors, batch: Tensors, device: torch.device, derived: DerivedProgram | None = None
 ) -> dict[fx.Node, Any]:
     """What each node of the program computes; ``derived`` runs the operators that the program has of its own."""

@@ -30,8 +30,8 @@ from auto3d.runtime.verify import (
     Difference,
     coarseness_of,
     difference_of,
+    node_values,
     one_batch,
-    values_of,
 )
 from auto3d.runtime.verify_slices import run_slices, run_whole
 from auto3d.tensor.collectives import CONVERSION_BETWEEN, conversion_of, split_of
@@ -297,5 +297,5 @@ def _values(
     captured: CapturedModel, state: Tensors, batch: Tensors, device: torch.device, tensor: TensorParallelRank | None
 ) -> Tensors:
     """The values that the program computes, by name."""
-    values = values_of(captured, state, batch, device, tensor)
+    values = node_values(captured, state, batch, device, tensor)
     return {node.name: value for node, value in values.items() if isinstance(value, torch.Tensor)}

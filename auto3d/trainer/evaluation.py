@@ -21,8 +21,8 @@ from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.predictions import (
     Predictions,
     check_uniform,
+    concatenated,
     in_batches,
-    joined,
     losses_of_samples,
     one_or_tuple,
     predictions_of,
@@ -159,13 +159,15 @@ def evaluated(
         )
 
     batches = [of_batch(number) for number in range(-(-samples // batch))]
-    predictions = tree_map(lambda *parts: joined(parts), *(outputs for outputs, _ in batches))
-    labels = tuple(joined(parts) for parts in zip(*(each for _, each in batches), strict=True))
+    predictions = tree_map(lambda *parts: concatenated(parts), *(outputs for outputs, _ in batches))
+    labels = tuple(concatenated(parts) for parts in zip(*(each for _, each in batches), strict=True))
     if preprocess is not None and predictions:
         predictions = in_batches(preprocess, batches)
     inputs = None
     if main_input:
-        inputs = joined([cut(main_input, result.inputs[main_input], number) for number in range(len(batches))]).numpy()
+        inputs = concatenated(
+            [cut(main_input, result.inputs[main_input], number) for number in range(len(batches))]
+        ).numpy()
     of_labels = tuple(each.numpy() for each in labels)
     is_summed = pipeline.settings.loss_mean == SUMMED_ITEMS
     return Evaluated(

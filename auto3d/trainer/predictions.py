@@ -147,11 +147,11 @@ def _targets(labels: np.ndarray, *, shifted: bool) -> np.ndarray:
 def in_batches(process: Callable[..., Any], batches: Sequence[tuple[Predictions, Any]]) -> Predictions:
     """``preprocess_logits_for_metrics`` applied to the outputs and labels of each batch, as transformers does."""
     processed = [process(*map(one_or_tuple, batch)) for batch in batches]
-    whole = tree_map(lambda *parts: joined(parts), *processed)
+    whole = tree_map(lambda *parts: concatenated(parts), *processed)
     return whole if isinstance(whole, tuple) else (whole,)
 
 
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """All ``parts`` one after the other, with IGNORED where their second dimension is smaller than the largest."""
     if len({part.shape[1:2] for part in parts}) == 1:
         return torch.cat(list(parts))

@@ -14,7 +14,7 @@ from auto3d.capture.export import InputSpec
 from auto3d.errors import InputError
 from auto3d.trainer.lengths import MOST, lengths_of, lengths_to_capture
 from auto3d.trainer.padding import Padding
-from auto3d.trainer.predictions import joined
+from auto3d.trainer.predictions import concatenated
 from auto3d.trainer.samples import CollatedData, InOrder
 from auto3d.trainer.widths import Widths, lengthened
 from tests.soak import soak
@@ -201,5 +201,5 @@ def test_shorter_batches_are_filled_behind_their_predictions():
     value = torch.arange(8.0).view(2, 4)
     assert widths.cut("logits", value, 0).tolist() == [[0.0], [4.0]]
     states = [widths.cut("states", value, number) for number in range(2)]
-    assert joined(states).tolist() == [[2.0, 3.0, -100.0], [6.0, 7.0, -100.0], [1.0, 2.0, 3.0], [5.0, 6.0, 7.0]]
+    assert concatenated(states).tolist() == [[2.0, 3.0, -100.0], [6.0, 7.0, -100.0], [1.0, 2.0, 3.0], [5.0, 6.0, 7.0]]
     assert widths.cut("other", value, 0) is value
