@@ -1,12 +1,13 @@
 """Bytes and seconds of the messages between stages."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from auto3d.cluster import Cluster
 from auto3d.cost.model_work import ModelWork
-from auto3d.cost.placed import PlacedTraffic
+from auto3d.cost.placed import PlacedTraffic, Route
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.plan import Plan
 from auto3d.schedule.shape import Shape, shares_of
@@ -29,14 +30,10 @@ class StageMessages:
             return MessageCost()
         sent, gathered = self._crossing_bytes(plan, shape, boundary)
         routes = traffic.routes(source, target, pipeline)
-        busy: dict[tuple[str, int], float] = {}  # seconds by replica: the messages of each go one after the other
-        for route in routes:
-            for replica in (("sender", route.sender), ("receiver", route.receiver)):
-                busy[replica] = busy.get(replica, 0.0) + shape.parts * sent * route.part / route.link.bandwidth
-        seconds = max(busy.values())
+        seconds = shape.parts * sent / _bandwidth(routes)
         if gathered:
             seconds += traffic.tensor[target, pipeline].seconds(Collective.ALL_GATHER, shape.parts * gathered)
-        return MessageCost(latency=max(route.link.latency_s for route in routes), forward=seconds, backward=seconds)
+        return MessageCost(latency=max([route.link.latency_s for route in routes]), forward=seconds, backward=seconds)
 
     def handling_s(self, plan: Plan, shape: Shape, boundary: int, pipeline: int, traffic: PlacedTraffic) -> float:
         """Seconds of compute that one micro-batch's message costs its sender, and as many its receiver."""
@@ -73,3 +70,14 @@ class StageMessages:
         undivided = [self._work.work_at(samples, share.of_all_shards) for share in shares]
         whole = np.mean([work.crossing[cuts] for work in undivided], axis=0)
         return whole / tp, np.where(local < whole, 0.0, whole)
+
+
+def _bandwidth(routes: Sequence[Route]) -> float:
+    """Bytes of a micro-batch per second for the slowest replica, whose messages go one after the other."""
+    if len(routes) == 1:
+        return routes[0].link.bandwidth
+    busy: dict[tuple[str, int], float] = {}  # replica -> seconds per byte
+    for route in routes:
+        for replica in (("sender", route.sender), ("receiver", route.receiver)):
+            busy[replica] = busy.get(replica, 0.0) + route.part / route.link.bandwidth
+    return 1 / max(busy.values())
