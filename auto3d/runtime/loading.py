@@ -65,8 +65,8 @@ class PinnedMemory(Protocol):
     def begin_thread(self) -> None:
         """A thread that uses this memory calls this first."""
 
-    def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An empty host tensor with the shape and type of ``tensor``, which the device can read."""
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An empty host tensor, which the device can read."""
 
     def queue_copy(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], PendingCopy]:
         """Copies of ``tensors`` on the device, queued behind the work already queued there. Returns without waiting."""
@@ -81,8 +81,8 @@ class CudaPinnedMemory:
     def begin_thread(self) -> None:
         torch.cuda.set_device(self._device)  # a new thread has device 0, where its first wait would make a context
 
-    def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, pin_memory=True)
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def queue_copy(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], PendingCopy]:
         copies = {name: tensor.to(self._device, non_blocking=True) for name, tensor in tensors.items()}
@@ -205,8 +205,11 @@ class _Prefetcher:
         names = dict.fromkeys(name for need in needs for name in need.names)
         example = make(needs[0].iteration, needs[0].index, tuple(names))
         for _ in range(PREFETCHED):
-            like = {name: tensor.new_empty(largest.get(name, tensor.shape)) for name, tensor in example.inputs.items()}
-            self._free.put(_Buffers({name: memory.pinned_like(tensor) for name, tensor in like.items()}))
+            pinned = {
+                name: memory.empty_pinned(largest.get(name, tensor.shape), tensor.dtype)
+                for name, tensor in example.inputs.items()
+            }
+            self._free.put(_Buffers(pinned))
         ended = Event()
         self.end = weakref.finalize(self, _end, ended, self._free)
         # The thread must not refer to this object, because it ends when this object is collected.

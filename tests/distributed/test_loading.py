@@ -1,6 +1,6 @@
 """Training with inputs that a thread makes ahead equals training without it, for all kinds of programs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ class OwnMemory:
     def begin_thread(self) -> None:
         pass
 
-    def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor)
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
 
     def queue_copy(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], "OwnMemory"]:
         return {name: tensor.clone() for name, tensor in tensors.items()}, self

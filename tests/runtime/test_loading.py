@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -48,8 +48,8 @@ class LateMemory:
     def begin_thread(self) -> None:
         pass
 
-    def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.pinned.append(torch.empty_like(tensor))
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        self.pinned.append(torch.empty(shape, dtype=dtype))
         return self.pinned[-1]
 
     def queue_copy(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], LateCopy]:
