@@ -8,6 +8,7 @@ from typing import NamedTuple
 from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.collectives import GroupLink, Traffic
 from auto3d.mesh import PIPELINE, TENSOR, Mesh
+from auto3d.resplit import pieces
 
 TOTALS_BYTES = 16  # the loss and the gradient norm, which all ranks reduce once per iteration
 
@@ -74,9 +75,16 @@ class PlacedTraffic:
     def _find_routes(self, source: int, target: int, pipeline: int) -> tuple["Route", ...]:
         """The routes of a micro-batch from pipeline device ``source`` to ``target`` in one pipeline."""
         here, there = (self._ranks[device, pipeline][:: self._tp] for device in (source, target))
+        whole = len(here) * len(there)  # a length that both sides can slice
         return tuple(
-            Route(sender=number, receiver=other, link=self._messages.link((here[number], there[other])), part=part)
-            for number, other, part in overlaps(len(here), len(there))
+            Route(
+                sender=piece.source,
+                receiver=piece.target,
+                link=self._messages.link((here[piece.source], there[piece.target])),
+                part=piece.length / whole,
+            )
+            for piece in pieces(whole, sources=len(here), targets=len(there))
+            if piece.length is not None
         )
 
     def tied_s(self, stages: tuple[int, ...], size: float) -> float:
@@ -123,20 +131,6 @@ class Route(NamedTuple):
     receiver: int
     link: Link
     part: float
-
-
-def overlaps(senders: int, receivers: int) -> list[tuple[int, int, float]]:
-    """Sender, receiver, and the part of a micro-batch that both have, where each side has equal slices of it.
-
-    Two senders and three receivers: (0, 0, 1/3), (0, 1, 1/6), (1, 1, 1/6), (1, 2, 1/3).
-    """
-    found = []
-    for one in range(senders):
-        for other in range(receivers):
-            common = min((one + 1) * receivers, (other + 1) * senders) - max(one * receivers, other * senders)
-            if common > 0:
-                found.append((one, other, common / (senders * receivers)))
-    return found
 
 
 def _shard_holders(meshes: Sequence[Mesh], devices: Sequence[int], shard: int) -> tuple[int, ...]:

@@ -270,7 +270,7 @@ class _Evaluation:
                 loaded = inputs.of(micro_batch, stage)
                 first = own + (layout.first_micro_batch + micro_batch) * layout.samples
                 read.add(first, loaded)
-                with torch.no_grad():  # so that it keeps nothing for a backward
+                with torch.no_grad():  # a pass then keeps nothing for a backward
                     values = {**loaded, **computation.forward(micro_batch, state, {**loaded, **received})}
                 sent = {transfer.value.name: values[transfer.value.name].contiguous() for transfer in stage.sent}
                 self._exchange.send_from(step, micro_batch, sent)

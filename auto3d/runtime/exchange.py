@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from auto3d.partition.stage import Transfer
+from auto3d.resplit import pieces
 from auto3d.runtime.activity import THIS_RANK
-from auto3d.runtime.resplit import pieces
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import wait, waiting_for
 from auto3d.runtime.world import new_group

@@ -169,7 +169,7 @@ class CollatedData:
     incomplete: Incomplete | None = None  # the batches that are not filled with samples that do not count
     sample_lengths: np.ndarray | None = None  # [samples of the dataset], where they differ
     captured_lengths: tuple[int, ...] = ()  # shorter ones than that of ``padding``, to which micro-batches are padded
-    lengths: Lengths | None = None  # what runs at these
+    lengths: Lengths | None = None  # the micro-batches of these lengths
 
     def with_shapes(self) -> "CollatedData":
         """The same data, all of whose batches must have the inputs and shapes of its first samples."""

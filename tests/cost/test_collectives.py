@@ -8,8 +8,9 @@ import pytest
 
 from auto3d.cluster import Accelerator, BusBandwidths, Cluster, ClusterError, Link, Node
 from auto3d.cost.collectives import AmpTraffic, Traffic, amp_all_reduce_s, rabenseifner_all_reduce_s, ring_s, tree_s
-from auto3d.cost.placed import PlacedTraffic, overlaps
+from auto3d.cost.placed import PlacedTraffic
 from auto3d.mesh import PIPELINE, REPLICA, TENSOR, Mesh
+from auto3d.resplit import pieces
 from auto3d.tensor.conversions import Collective
 
 LINK = Link(latency_s=0.5, bandwidth=10.0)
@@ -164,7 +165,8 @@ def test_replicas_exchange_the_samples_that_both_have():
     for senders, receivers in product(range(1, 7), repeat=2):
         of_sample = [(sample // receivers, sample // senders) for sample in range(senders * receivers)]
         parts = {pair: count / len(of_sample) for pair, count in Counter(of_sample).items()}
-        assert {(one, other): part for one, other, part in overlaps(senders, receivers)} == parts
+        found = pieces(len(of_sample), sources=senders, targets=receivers)
+        assert {(each.source, each.target): each.length / len(of_sample) for each in found} == parts
 
 
 def test_replicas_send_to_those_of_their_own_pipeline():

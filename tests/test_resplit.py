@@ -4,7 +4,7 @@ from itertools import chain, product
 
 import pytest
 
-from auto3d.runtime.resplit import pieces
+from auto3d.resplit import pieces
 
 COUNTS = list(product(range(1, 7), repeat=2))
 
