@@ -1,7 +1,7 @@
 """A cache on disk of results about a model, as JSON. An entry is valid only while nothing that it depends on changes.
 
 The file name is the hash of an identity: the caller's description of the model, the versions of Python and of all
-installed packages, and the source of capture, partition, runtime, sequence and tensor. It is the same in every process
+installed packages, and the source of capture, derived, partition, runtime and tensor. It is the same in every process
 that would import the same packages, before and after it has imported the user's code, and in any working folder.
 An entry also lists the loaded source files outside of installed packages, such as a user's model, with the hash of
 each, and begins with the hash of its content. It is out of date where a file has changed, or where an import would now
@@ -210,8 +210,8 @@ def _engine_digest() -> str:
 def _engine_files() -> list[Path]:
     return sorted(
         file
-        for package in ("capture", "partition", "runtime", "sequence", "tensor")
-        for file in (_ENGINE / package).glob("*.py")
+        for package in ("capture", "derived", "partition", "runtime", "tensor")
+        for file in (_ENGINE / package).rglob("*.py")
     )
 
 

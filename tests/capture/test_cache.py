@@ -7,9 +7,11 @@ import sys
 import time
 from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import pytest
 
+import auto3d
 from auto3d.capture import cache as cache_module
 from auto3d.capture.cache import Cache
 from auto3d.capture.graph_json import graph_from_json, graph_to_json
@@ -136,6 +138,17 @@ def test_a_changed_engine_makes_an_entry_stale(kept, monkeypatch):
     cache, _ = kept
     monkeypatch.setattr(cache_module, "_engine_digest", lambda: "of another version")
     assert load(cache) is None
+
+
+def test_the_engine_has_the_files_of_folders_within_its_packages():
+    files = {file.relative_to(Path(auto3d.__file__).parent).as_posix() for file in cache_module._engine_files()}
+    assert {
+        "capture/export.py",
+        "derived/shards.py",
+        "partition/methods/uniform.py",
+        "tensor/rules/attention.py",
+    } < files
+    assert {file.partition("/")[0] for file in files} == {"capture", "derived", "partition", "runtime", "tensor"}
 
 
 def _store_often(folder, letter: str, until: float) -> None:
