@@ -9,14 +9,7 @@ from torch import fx
 
 from auto3d.capture.model import CapturedModel
 from auto3d.share import Share
-from auto3d.tensor.operations import (
-    AnalysedProgram,
-    Numbers,
-    ProgramOperation,
-    analysed,
-    analysed_calls,
-    has_gradient,
-)
+from auto3d.tensor.operations import AnalysedProgram, Numbers, ProgramOperation, analysed, has_gradient
 from auto3d.tensor.rules.call import Axis, Call, Rule, Way, scaled
 from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, PlacementKind, Split, TensorPlacement
 
@@ -55,13 +48,6 @@ def operations_of(
     """
     sequences = captured.exported.micro_batch_size if share.sequence_parallel else None
     return _Ways(analysed(captured), share.tp, pinned, sequences).operations()
-
-
-def ways_of_call(call: Call, shards: int, possible: Mapping[fx.Node, Iterable[Split]]) -> tuple[Rule, tuple[Way, ...]]:
-    """The rule of one call and all ways that it gives if its operands can be split as ``possible`` says."""
-    program = analysed_calls([call])
-    (operation,) = program.operations
-    return operation.rule, _Ways(program, shards, {}, None).of_operation(operation, possible)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,8 @@ from auto3d.search.make import PlanMaker
 from auto3d.search.search import Ranked
 from auto3d.search.space import Domain, Workload
 from auto3d.share import WHOLE
-from auto3d.tensor.known_rules import RULES_KEY
 from launch.model.costs import INTERPOLATED, captured_subject, cost_model, runtime_memory
-from launch.model.graphs import PlanningModel
+from launch.model.graphs import PlanningModel, refused_rules
 from launch.peers.limits import check_engine
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema_key import AUTO
@@ -103,12 +102,8 @@ def check_rules(recipe: LoadedRecipe, domain: Domain, model: PlanningModel) -> N
     sizes = sorted({one.micro_batch_size for one in domain.degrees if one.tp > 1})
     if not recipe.values.model.tensor_parallel or not sizes:
         return
-    try:
+    with refused_rules(recipe):
         model.split(sizes[0], WHOLE)
-    except InputError as error:
-        if error.key != RULES_KEY:
-            raise
-        raise recipe.error(f"model.{RULES_KEY}", error.problem) from None
 
 
 def updates_check(recipe: LoadedRecipe, graph: Callable[[], Graph]) -> Callable[[Plan], None]:

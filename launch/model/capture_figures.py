@@ -6,13 +6,11 @@ from math import prod
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from auto3d.errors import InputError
 from auto3d.process_memory import status_bytes
 from auto3d.share import Share
-from auto3d.tensor.known_rules import RULES_KEY
 from launch.model.capture_process import CaptureProcess
 from launch.model.check_capture import check_at
-from launch.model.graphs import PlanningModel, default_micro_batch_size
+from launch.model.graphs import PlanningModel, default_micro_batch_size, refused_rules
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
 from launch.run.devices import torch_has_cuda
@@ -84,16 +82,12 @@ def capture_figures(
 
 def _tensor_figures(recipe: LoadedRecipe, micro_batch_size: int, share: Share) -> "Explanation":
     explain = partial(_explained, share)
-    try:
+    with refused_rules(recipe):
         if device(recipe.values) == "cuda" and torch_has_cuda():
             with CaptureProcess() as process:
                 found: Explanation = process.call(explain, recipe, micro_batch_size)
                 return found
         return explain(recipe, micro_batch_size)
-    except InputError as error:
-        if error.key != RULES_KEY:
-            raise
-        raise recipe.error(f"model.{RULES_KEY}", error.problem) from None
 
 
 def _explained(share: Share, recipe: LoadedRecipe, micro_batch_size: int) -> "Explanation":

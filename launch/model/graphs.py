@@ -3,7 +3,8 @@
 They are loaded from the cache, or made and stored there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from auto3d.capture.graph import Graph
 from auto3d.capture.graph_json import graph_from_json, graph_to_json
 from auto3d.derived.local_graph import LocalGraph, local_graph_from_json, local_graph_to_json, local_graphs
+from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding, shard, sharding_from_json
 from auto3d.share import Share
+from auto3d.tensor.known_rules import RULES_KEY
 from auto3d.tensor_placement import Split
 from launch.model.capture_process import CaptureProcess
 from launch.model.identity import cache_of, identity_of
@@ -27,6 +30,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _KEPT = 2  # captured programs that a PlanningModel keeps for what follows from them
+
+
+@contextmanager
+def refused_rules(recipe: LoadedRecipe) -> Iterator[None]:
+    """Inside, a rule for the split of weights that the model refuses is an error of the key where ``recipe`` has it."""
+    try:
+        yield
+    except InputError as error:
+        if error.key != RULES_KEY:
+            raise
+        raise recipe.error(f"model.{RULES_KEY}", error.problem) from None
 
 
 class PlanningModel:

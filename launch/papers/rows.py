@@ -21,6 +21,7 @@ from launch.papers.experiments import EXPERIMENTS
 from launch.papers.item import FOLDER, Part, Setting
 from launch.papers.row import Row
 from launch.papers.stored import run_of
+from launch.recipe.error import RecipeError
 from launch.recipe.load import LoadedRecipe, load_groups
 from launch.recipe.overrides import read_overrides, replaced
 from launch.recipe.settings import cluster, device
@@ -137,7 +138,10 @@ class RowMaker:
         return self.recipe(part, {"search.max_trials": search.trials or TRIALS, **overrides})
 
     def _problem(self, error: InputError) -> dict[str, Any]:
-        return {"problem": str(error).removeprefix(f"{self._file}: "), "kind": error.kind}
+        problem = str(error)
+        if isinstance(error, RecipeError) and error.file == str(self._file):
+            problem = error.in_file
+        return {"problem": problem, "kind": error.kind}
 
     def _predicted(self, recipe: LoadedRecipe) -> dict[str, Any]:
         values = recipe.values

@@ -10,8 +10,8 @@ from torch import fx
 from auto3d.capture.shard import Shard
 from auto3d.tensor.operations import calls_of
 from auto3d.tensor.rules.call import Call, Rule, Way
-from auto3d.tensor.ways import ways_of_call
 from auto3d.tensor_placement import Split
+from tests.tensor.one_call import ways_of_call
 
 Shape = tuple[int, ...]
 

@@ -20,9 +20,9 @@ from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBED
 from auto3d.tensor.operations import calls_of
 from auto3d.tensor.rules import RULES, slices
 from auto3d.tensor.rules.call import Call, Inner, Rule, Way
-from auto3d.tensor.ways import ways_of_call
 from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, Split, TensorPlacement, split_along
 from tests.soak import soak
+from tests.tensor.one_call import ways_of_call
 
 aten = torch.ops.aten
 
