@@ -25,8 +25,8 @@ class GroupLink:
 
     ``measured`` has the measured collectives of the node in which the whole group lies, if there are any.
     ``slowdown`` is how many times longer the group's devices compute while all of them do. ``hops`` has the bandwidth
-    of each hop of the ring if collectives take AMP's equation 1. ``gather_bandwidth`` is that of an all-gather or a
-    reduce-scatter where it was measured (default: that of ``link``).
+    of each hop of the ring if collectives take AMP's equation 1. ``gather_bandwidth`` is the bandwidth of an all-gather
+    or a reduce-scatter where it was measured (default: the bandwidth of ``link``).
     """
 
     ranks: int
@@ -159,10 +159,10 @@ class Traffic:
         return self.group_link(group).seconds(Collective.ALL_REDUCE, size)
 
     def collective_s(self, collective: Collective, group: Group, size: float) -> float:
-        """Seconds of an all-reduce, or of one of its two halves, on ``size`` bytes; zero for a group of one.
+        """Seconds of an all-reduce, or of a half of it, reduce-scatter or all-gather, on ``size`` bytes; zero for a
+        single rank.
 
-        A half takes its measured time, or half of an all-reduce on a ring; where a paper's formula counts all-reduces,
-        half of that.
+        A half takes its measured time, or half the time of an all-reduce: on a ring, or as a paper's formula counts it.
         """
         if collective is Collective.ALL_REDUCE or len(group) < 2 or not size:
             return self.all_reduce_s(group, size)
@@ -214,7 +214,7 @@ class AmpTraffic(Traffic):
         return replace(slowest, latency_s=max(link.latency_s for link in hops))
 
     def _hops(self, group: Group) -> list[Link]:
-        """The link of each hop of the ring; that of two nodes is as slow as the slower of their links."""
+        """The link of each hop of the ring; a hop between two nodes is as slow as the slower of their links."""
         return [self._hop(here, there) for here, there in pairwise([*group, group[0]])]
 
     def _hop(self, here: int, there: int) -> Link:

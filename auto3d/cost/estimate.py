@@ -29,8 +29,8 @@ class Estimate:
     sync_s: float  # gradient syncs that compute does not hide, and what the others cost the compute beside them
     update_s: float
     bubble_s: float
-    """Time in which the busiest device waits. Those of an asynchronous schedule's fill and drain are divided by the
-    iterations between two flushes."""
+    """Time in which the busiest device waits. The bubbles at the start and the end of an asynchronous schedule are
+    divided by the iterations between two flushes."""
     memory: tuple[float, ...]
 
 

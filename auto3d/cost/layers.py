@@ -127,7 +127,7 @@ def times_of_passes(
     tp: int,
 ) -> Times:
     """The measured times of a micro-batch of ``samples`` on one of ``tp`` devices. Half of a backward that computes
-    FLOPs is that of the weights.
+    FLOPs is for the gradients of the weights.
 
     Raises InputError where the layers were not measured on this kind of device at this degree.
     """

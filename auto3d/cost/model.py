@@ -81,8 +81,8 @@ class CostModel:
 
     ``method`` is a key of ``METHODS``: how the time of an iteration follows from the costs of its operations.
     ``measured_in`` names the profile behind ``times_at``; it is empty where times come from the figures of the cluster.
-    ``times_of_work`` gives the same profile's times of a work that ``work_at`` does not know, such as that of an
-    interpolated Graph. ``stage_seconds`` has the times of RaNNC's candidate stages that it ran whole.
+    ``times_of_work`` gives the same profile's times of a work that ``work_at`` does not know, such as the work of
+    an interpolated Graph. ``stage_seconds`` has the times of RaNNC's candidate stages that it ran whole.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class CostModel:
         return max(timelines, key=lambda timeline: timeline.makespan)
 
     def memory_over_time(self, plan: Plan, timeline: Timeline, devices: Sequence[int]) -> list[BytesOverTime]:
-        """Bytes on each of ``devices`` over ``timeline(plan)``; their largest values are those of ``memory(plan)``."""
+        """Bytes on each of ``devices`` over ``timeline(plan)``; the largest values are ``memory(plan)``."""
         return self.plan_memory.over_time(plan, timeline, devices)
 
     def slowest_pipeline_s(self, plan: Plan, seconds_of: SecondsOf) -> float:
@@ -227,13 +227,13 @@ class CostModel:
     def costs(self, plan: Plan, pipeline: int = 0, *, collectives: bool = True) -> Costs:
         """The costs of one of the plan's dp pipelines, as the simulator takes them.
 
-        Without ``collectives``, those of tensor parallelism take no time.
+        Without ``collectives``, the collectives of tensor parallelism take no time.
         """
         shape, shares = shape_of(plan), shares_of(plan)
         traffic = self._traffic_of(plan)
         halved = plan.tp > 1 and plan.tensor_overlap == SUB_PIPELINED
         sizes = plan.micro_batch_size, shape.sample_parts, halved, share_of(plan)
-        passes: list[list[PassTimes]] = []  # by stage, one for each share
+        passes: list[list[PassTimes]] = []  # by stage and share
         update = []
         for number, stage in enumerate(plan.stages):
             home = shape.homes[number]

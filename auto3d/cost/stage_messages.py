@@ -46,17 +46,17 @@ class StageMessages:
         return shape.parts * (each + self._crossing_bytes(plan, shape, boundary)[0] / replicas * per_byte)
 
     def _crossing_bytes(self, plan: Plan, shape: Shape, boundary: int) -> tuple[float, float]:
-        """Bytes that one part of a micro-batch sends onward from stage ``boundary``, as ``crossing`` has them; those
-        that are gathered then, in the largest slice of a replica."""
+        """Bytes that one part of a micro-batch sends onward from stage ``boundary``, as ``crossing`` has them, and
+        bytes that are gathered then, in the largest slice of a replica."""
         end = plan.stages[boundary].operations[-1][1]
         samples = plan.micro_batch_size // shape.sample_parts
         sent, gathered = self._crossing(shares_of(plan), plan.tp, samples, end)
         return float(sent), float(gathered) / plan.stages[boundary + 1].replicas
 
     def crossing(self, plan: Plan, samples: int, cuts: int | list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes through ``cuts``: those that each rank sends, and those that the receivers then gather.
+        """Bytes through ``cuts``: the bytes that each rank sends, and the bytes that the receivers then gather.
 
-        They are those of ``samples`` or, if a micro-batch runs in slices of its sequence, of their mean slice.
+        They are for ``samples`` or, if a micro-batch runs in slices of its sequence, for their mean slice.
         With scattered messages each rank sends an equal part of a whole value (Narayanan et al. 2021, section 4.1).
         """
         return self._find_crossing(shares_of(plan), plan.tp, samples, cuts)

@@ -13,7 +13,7 @@ from auto3d.share import Share
 
 
 class StageTimes:
-    """The times of stages of ``work``; ``times_at`` has those of its operations (default: from the device's figures).
+    """The times of stages of ``work``; ``times_at`` has its operations' times (default: from the device's figures).
 
     The plans of a search have many stages in common, so results are kept.
     """
@@ -38,8 +38,8 @@ class StageTimes:
     ) -> np.ndarray:
         """[cuts - 1]: seconds of one micro-batch forward, backward and recomputed between neighbouring ``cuts``.
 
-        A stage that keeps the fraction ``kept`` recomputes the rest of each forward; with 0, it recomputes what full
-        recomputation does. None: it does not recompute.
+        A stage that keeps the fraction ``kept`` recomputes the rest of each forward; with 0, it recomputes all that
+        full recomputation recomputes. None: it does not recompute.
         """
 
         def passes(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

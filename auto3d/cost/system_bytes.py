@@ -1,7 +1,7 @@
 """The bytes that another system's kernels save and need, from the Graph of an unmodified model, by its data flow.
 
 A model may write a norm or an activation in several operations, each of which saves tensors. A system that runs them as
-one kernel saves only what enters it. No name of a module or class is read.
+a single kernel saves only what enters it. No name of a module or class is read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -196,7 +196,7 @@ class _Reader:
         return [sorted(region) for region in regions if len(region) > 1]
 
     def _joins(self, node: GraphNode, read_by: Sequence[set[str]], region_of: Mapping[str, int]) -> bool:
-        """Whether ``node`` adds two values of the model of one shape, one of which comes from elsewhere.
+        """Whether ``node`` adds two values of the same shape, of which the first or the second comes from elsewhere.
 
         ``read_by`` has what the regions read that ``node`` would belong to. GELU adds a polynomial of a value to it.
         """
@@ -208,7 +208,7 @@ class _Reader:
         )
 
     def _placeholders(self, working: np.ndarray) -> list[tuple[float, tuple[int, ...]]]:
-        """The buffers of unused gradients; that of the product before the loss is added to ``working``.
+        """The buffers of unused gradients; the buffer of the product before the loss is added to ``working``.
 
         Products of one input have their weights in one tensor, as the projections of queries, keys and values have.
         """

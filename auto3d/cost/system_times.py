@@ -20,14 +20,15 @@ class SystemTimes:
     sync_in_backward: bool = False
     """Without ZeRO-1, the sum of gradients begins inside the last backward, as in torch's DistributedDataParallel."""
     whole_update_bytes: float = 0.0
-    """Bytes per parameter that an update moves for all parameters of a rank, also those of other ranks' shards."""
+    """Bytes per parameter that an update moves for all parameters of a rank, also in other ranks' shards."""
     attention_moved: tuple[float, float] | None = None
     """Bytes per attention weight that the forward and the backward of an attention move between its matrix products
-    where its softmax is several kernels; None: not counted, as it is one kernel."""
+    where its softmax is several kernels; None: not counted, since attention is a single kernel."""
     loss_moved: tuple[float, float] | None = None
-    """Bytes per logit that the forward and the backward of the cross-entropy move; None: one kernel each."""
+    """Bytes per logit that the forward and the backward of the cross-entropy move; None: the forward is one kernel, and
+    so is the backward."""
     eager_backward: float = 1.0
-    """Where attention is several kernels: FLOP/s of the products of a backward over those of a forward."""
+    """Where attention is several kernels: FLOP/s of the products of a backward, relative to a forward's."""
     hides_sharded_sums: bool = False
     """Under ZeRO-1, the last backward hides the reduce-scatter, and the first forward the all-gather, but for the
     parameters of a stage's first operation."""

@@ -27,7 +27,7 @@ class System:
     fused_norms: bool = True
     """A norm saves its input and its statistics alone, whatever the operations that the model writes it in."""
     fused_activations: bool = True
-    """An activation saves its inputs alone, also a gated one, and one that the model writes in several operations."""
+    """An activation saves its inputs alone, also if it is gated or if the model writes it in several operations."""
     fused_attention: bool = True
     """Attention saves queries, keys, values, its result and a float32 log-sum-exp. False: the matrix of attention
     weights too and, with dropout, its mask and its result (Korthikanti et al. 2022, equation 1)."""
@@ -40,10 +40,10 @@ class System:
     """Queries stay as a view of the packed queries, keys and values, so keys and values are held twice."""
     loss_saved: float = 4.0  # bytes per logit from the forward of the loss to its backward
     loss_working: float = 4.0  # bytes per logit that come on top while the loss runs
-    gradient_copies: float = 0.0  # bytes per parameter of gradients beside the accumulated ones
+    gradient_copies: float = 0.0  # bytes per parameter of gradients beside the accumulated gradients
     gradient_placeholders: bool = False
     """The backward of a product returns an unused gradient in the weights' precision: one buffer for each shape, which
-    stays. That of the product before the loss is allocated when it runs."""
+    stays. The buffer of the product before the loss is allocated when that product runs."""
     times: SystemTimes = OWN
 
 
@@ -63,7 +63,7 @@ MEGATRON_TE = System(
     # Megatron-LM with Transformer Engine 2 and its cross-entropy (--cross-entropy-loss-fusion):
     # transformer_engine/pytorch/triton/cross_entropy.py overwrites the logits with their gradient;
     # transformer_engine/pytorch/module/base.py, get_dummy_wgrad: one buffer for each shape of weights, never freed;
-    # megatron/core/tensor_parallel/layers.py allocates that of the head in each backward.
+    # megatron/core/tensor_parallel/layers.py allocates the buffer of the head in each backward.
     loss_saved=2.0,
     loss_working=0.0,
     gradient_placeholders=True,

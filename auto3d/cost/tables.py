@@ -39,7 +39,7 @@ class WorkTables:
         return narrowest, last
 
     def block_inputs(self, operations: Sequence[tuple[int, int]]) -> float:
-        """Bytes of the inputs of the repeated blocks in ``operations``, one input for each block."""
+        """Bytes of the inputs of the repeated blocks in ``operations``, one input per block."""
         if "block_inputs" not in self._sums:
             inputs, after = np.zeros(len(self.work)), max(1, self.work.repeated[0])
             for start in map(int, np.flatnonzero(self.work.blocks)):
@@ -88,7 +88,7 @@ class WorkTables:
         return 0.0
 
     def shared(self, stages: Sequence[StagePlan]) -> list[tuple[float, list[int]]]:
-        """Parameters that are tied across stages: (elements on each rank, numbers of the stages) of each."""
+        """Parameters that are tied across stages, as (elements on a rank, numbers of the stages)."""
         return self._holders(tuple(stage.operations for stage in stages)) if self.work.tied else []
 
     def _find_holders(self, stages: tuple[tuple[tuple[int, int], ...], ...]) -> list[tuple[float, list[int]]]:

@@ -1,7 +1,7 @@
 """Throughput as papers print it: samples, tokens and FLOPs per second, and the part of the devices' peak that is used.
 
-docs/cost.md defines these figures. FLOPs are those of matrix products and convolutions, as in a Graph; a product of
-[m, k] and [k, n] has 2 m k n of them.
+docs/cost.md defines these figures. FLOPs are counted in matrix products and convolutions, as in a Graph; a product of
+[m, k] and [k, n] has 2 m k n FLOPs.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ class IterationFlops:
 
     @property
     def hardware(self) -> float:
-        """FLOPs that the devices compute: those of the model and the recomputed ones."""
+        """FLOPs that the devices compute: the model's and the recomputed FLOPs."""
         return self.model + self.recomputed
 
 
@@ -71,7 +71,8 @@ def throughput(
 def peak_flops_of(plan: Plan, cluster: Cluster) -> float:
     """Sum of the peaks of the devices that ``plan`` uses, in FLOPs per second.
 
-    An Accelerator that nobody described has a peak too, a round figure: the caller knows whether these are real ones.
+    An Accelerator that nobody described has a peak too, a round figure: the caller knows whether devices were
+    described.
     """
     return sum(cluster.accelerator(rank).peak_flops for mesh in plan.meshes for rank in mesh.ranks)
 
@@ -93,9 +94,9 @@ def iteration_flops(
     *,
     kept: Callable[[StagePlan], Sequence[tuple[int, int]]] = lambda stage: stage.kept,
 ) -> IterationFlops:
-    """The FLOPs of an iteration of ``plan``, from those of each operation of the model without tensor parallelism.
+    """The FLOPs of an iteration of ``plan``, from the FLOPs of each operation of the model without tensor parallelism.
 
-    ``forward`` and ``backward`` are those of ``samples_at_once(plan)`` samples. ``kept`` gives the operations of a
+    ``forward`` and ``backward`` are for ``samples_at_once(plan)`` samples. ``kept`` gives the operations of a
     stage that are not recomputed where the stage recomputes.
     """
     passes = plan.global_batch / samples_at_once(plan)

@@ -47,7 +47,7 @@ TimesOfWork = Callable[[Work, Sequence[int], int, Accelerator], Times]
 
 
 def times_of(work: Work, accelerator: Accelerator) -> Times:
-    """The seconds of ``work`` on one device, without those of its collectives themselves."""
+    """The seconds of ``work`` on one device, without the seconds of the collectives themselves."""
     rates = _rates(work.alignment, accelerator)
     small = accelerator.half_flops / _aligned_rate(accelerator)  # seconds that each product takes in addition
     bandwidth = accelerator.memory_bandwidth * accelerator.memory_efficiency

@@ -29,7 +29,7 @@ class TrainingOptions:
     """Gradients of parameters that no other rank holds are made by the first backward of an iteration, as in this
     runtime; False: all are in buffers that exist all the time, as in Megatron-LM (core/distributed)."""
     update_copies: tuple[int, int] = (0, 0)
-    """Temporaries of an update: copies of the parameter at hand, and of the one before it."""
+    """Temporaries of an update: copies of the parameter at hand, and of the parameter before it."""
     sums_have_copies: bool = False
     """Under ZeRO-1 a rank receives the other ranks' gradients of its slice before it adds them."""
     state_elements: Callable[[str, Sequence[int]], float] | None = None

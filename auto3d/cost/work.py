@@ -26,7 +26,7 @@ from auto3d.share import Share
 from auto3d.tensor.conversions import Collective, Conversion, conversion_of
 
 PRECISION_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ELEMENT_BYTES = 4  # those of float32
+ELEMENT_BYTES = 4  # of float32
 ALIGNED = 16  # bytes: the fastest kernels of GPUs load this many at once (results/cuda, "Matrix products")
 # Elementwise operations: a compiler or a hand-tuned system fuses the kernels of neighbours.
 _ELEMENTWISE = {
@@ -52,15 +52,15 @@ _LOSSES = ("aten.cross_entropy_loss", "auto3d.vocabulary_cross_entropy")
 class TensorExchange:
     """A collective of the ranks of a tensor-parallel group, once per micro-batch.
 
-    It comes between the operation at ``position`` and the one before it, or after it. A collective of the backward has
-    the place of the forward at which its gradient is that of the value.
+    It comes right before the operation at ``position``, or right after it. A collective of the backward has the place
+    of the forward at which its gradient is the gradient of the value.
     """
 
     collective: Collective
     position: int
     before: bool  # before the operation at this position in the order of the forward, else after it
     forward: bool  # in the forward, else in the backward
-    size: float  # bytes of the whole tensor: of the sum, of the gathered one, or of the one that is scattered
+    size: float  # bytes of the whole tensor: of the sum, of the gathered tensor, or of the tensor that is scattered
 
     @property
     def boundary(self) -> int:
@@ -98,7 +98,7 @@ class Work:
     shared: tuple[tuple[float, tuple[int, ...]], ...] = ()
     """(bytes, positions) of each tensor beside state that a stage holds once if it runs any of the positions: buffers
     of another system, or what depends on no data and is computed once, such as a causal mask."""
-    backward_rate: float = 1.0  # FLOP/s of the products of a backward over those of a forward
+    backward_rate: float = 1.0  # FLOP/s of the products of a backward, relative to a forward's
     shards: int = 1  # tensor-parallel degree
     exchanges: tuple[TensorExchange, ...] = ()  # ordered as in the forward
 
@@ -135,10 +135,10 @@ def work_of(
 ) -> Work:
     """The work of ``graph`` without tensor parallelism; its subgraphs lie between ``bounds`` (auto3d.partition.merak).
 
-    With ``fused``, neighbouring elementwise operations are one kernel, and so is the softmax of attention that is not
-    itself one kernel; what one rank alone adds to a partial sum is added to the sum. ``fused_attention`` says how
-    ``graph`` was described (see ``auto3d.capture.describe``). ``system`` is the one that is described (default: this
-    project's runtime): the bytes that it holds, and what its loss moves.
+    With ``fused``, neighbouring elementwise operations are one kernel, and so is the softmax where attention is
+    not a single kernel; what one rank alone adds to a partial sum is added to the sum. ``fused_attention`` says how
+    ``graph`` was described (see ``auto3d.capture.describe``). ``system`` is the training system that is described
+    (default: this project's runtime): the bytes that it holds, and what its loss moves.
     """
     work = _work(graph, precision=precision, fused=fused, fused_attention=fused_attention, system=system)
     blocks, repeated = _find_blocks(graph, bounds)
@@ -156,7 +156,7 @@ def work_of_local(
 ) -> Work:
     """The work of ``local``, the Graph of a share, at the positions of the whole Graph, whose work is ``whole``.
 
-    What is split, exchanged and saved follows from the local Graph alone. The keywords are those of ``work_of``.
+    What is split, exchanged and saved follows from the local Graph alone. See ``work_of`` for the keywords.
     """
     here = _work(local.graph, precision=precision, fused=fused, fused_attention=fused_attention, system=system)
     positions = np.array(local.positions)
@@ -188,10 +188,11 @@ def work_of_local(
 
 
 def work_scaled(share: Work, whole: Work, other: Work, times: float) -> Work:
-    """``share``, that of ``whole``, at a micro-batch ``times`` as large, where the whole model has the work ``other``.
+    """``share``, the work of a share of ``whole``, at a micro-batch ``times`` as large, where the whole model has the
+    work ``other``.
 
-    The share is the same part of each operation there. This saves a derivation for each size, and is exact where all
-    that an operation does grows alike.
+    The share is the same part of each operation there: with 6 of 24 FLOPs, it has 12 of 48 in ``other``. This saves a
+    derivation for each size, and is exact where all that an operation does grows alike.
     """
 
     def scaled(mine: np.ndarray, all_: np.ndarray, there: np.ndarray) -> np.ndarray:
@@ -327,7 +328,7 @@ def _computed_once(graph: Graph, scale: float) -> tuple[tuple[float, tuple[int, 
 
 
 def scale_of(graph: Graph, precision: str) -> float:
-    """Bytes in ``precision`` over those of ``graph``: 1 for a Graph that was captured in it, value by value."""
+    """Bytes in ``precision`` over bytes in ``graph``: 1 for a Graph that was captured in it, value by value."""
     if graph.precision == precision:
         return 1.0
     assert graph.precision == "float32", "another system's precision is predicted from a Graph in float32"
@@ -335,7 +336,7 @@ def scale_of(graph: Graph, precision: str) -> float:
 
 
 def _converted(conversion: Conversion, read: float, made: float) -> tuple[float, float]:
-    """Bytes that a conversion moves in the forward and in the backward, without those of its collectives."""
+    """Bytes that a conversion moves in the forward and in the backward, without what its collectives move."""
     forward = backward = 0.0
     if conversion.forward is None and conversion.name != "copy":
         forward = 2.0 * made  # a slice, or the value among zeros
@@ -345,7 +346,7 @@ def _converted(conversion: Conversion, read: float, made: float) -> tuple[float,
 
 
 def exchanges_of(local: LocalGraph, scale: float) -> tuple[TensorExchange, ...]:
-    """The collectives of ``local``, in the order of the forward; a Graph's bytes times ``scale`` are those sent."""
+    """The collectives of ``local``, in the order of the forward; a Graph's bytes times ``scale`` are sent."""
     sizes = _sizes(local.graph)
     found: list[TensorExchange] = []
     computed = -1  # largest position of the whole Graph whose operation has come
@@ -469,8 +470,8 @@ def _find_blocks(graph: Graph, bounds: Sequence[int]) -> tuple[np.ndarray, tuple
 def repeated_range(ends: Sequence[int], starts: Sequence[int] | np.ndarray, count: int) -> tuple[int, int]:
     """The range of the repeated blocks among ``count`` positions.
 
-    ``starts`` has the first position of each block, or of each half, and ``ends`` the last, that of an embedding before
-    them included.
+    ``starts`` has the first position of each block, or of each half, and ``ends`` the last position of each, and before
+    them of an embedding: with starts 2, 6 and ends 1, 5, 9, the blocks are the positions 2 to 9, and the range (2, 10).
     """
     if not len(starts) or not ends:
         return 0, count

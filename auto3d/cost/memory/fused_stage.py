@@ -1,7 +1,7 @@
 """The bytes of a stage under another system, whose fused kernels save other tensors than the operations of the Graph.
 
-What each operation saves and needs is that of ``auto3d.cost.system_bytes``; values that no kernel saves do not count.
-Positions are those of the whole Graph.
+``auto3d.cost.system_bytes`` says what each operation saves and needs; values that no kernel saves do not count.
+Positions count the operations of the whole Graph.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from auto3d.cost.tables import WorkTables, without
 def fused_stage_memory(
     tables: WorkTables, operations: Sequence[Span], dropped: Sequence[Span], *, blockwise: bool
 ) -> StageMemory:
-    """The memory of a stage that runs ``operations`` and recomputes those in ``dropped``.
+    """The memory of a stage that runs ``operations`` and recomputes the operations in ``dropped``.
 
     ``blockwise``: a recomputing stage keeps the input of each block, and recomputes one block at a time.
     """

@@ -13,9 +13,9 @@ from auto3d.cost.tables import WorkTables
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A trained parameter, or those of one layer where the model is known by its layers alone."""
+    """A trained parameter, or all parameters of a layer where the model is known by its layers alone."""
 
-    number: int  # its number in Tensors; -1 for those of a layer
+    number: int  # its number in Tensors; -1 for all parameters of a layer
     name: str
     elements: float
     shape: tuple[int, ...]

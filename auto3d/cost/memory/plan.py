@@ -71,7 +71,7 @@ def _highest(shape: Shape, device: int) -> _Moments:
 
 @lru_cache(4096)
 def _stages(shape: Shape) -> tuple[tuple[tuple[int, ...], frozenset[int]], ...]:
-    """Per pipeline device, its stages, and those that follow another stage of the device on some pipe."""
+    """Per pipeline device, its stages, and the stages that follow another stage of the device on some pipe."""
     device_of = shape.device_of
     follow: list[set[int]] = [set() for _ in range(shape.devices)]
     for (stage, pipe), device in device_of.items():
@@ -84,7 +84,7 @@ def _stages(shape: Shape) -> tuple[tuple[tuple[int, ...], frozenset[int]], ...]:
 class _Weights:
     """What the weights of the stages of one device take, whatever they recompute."""
 
-    states: tuple[_State, ...]  # one for each stage
+    states: tuple[_State, ...]  # by stage
     weights: float
     copies: float
     gradients: float
@@ -166,7 +166,7 @@ class PlanMemory:
         return tuple(self.one_by_one(plan))
 
     def one_by_one(self, plan: Plan) -> Iterator[float]:
-        """Those of ``of``, each when it is asked for."""
+        """The bytes of ``of``, device by device, when they are asked for."""
         shape = shape_of(plan)
         known = self._peaks(shape, plan.stages, *self._degrees(plan))
         for device in range(shape.devices):
@@ -305,8 +305,9 @@ class PlanMemory:
     def over_time(self, plan: Plan, timeline: Timeline, devices: Sequence[int]) -> list[BytesOverTime]:
         """The bytes that each of ``devices`` holds over ``timeline``, a simulation of the schedule of ``plan``.
 
-        From the start of each operation to its end they are those of its peak; then until the next operation those
-        that the next one finds, without its temporaries. Their largest value is that of ``of``.
+        From the start of an operation to its end it holds the bytes of the operation's peak; then, until the next
+        operation, the bytes that the next operation finds, without its temporaries. The largest value is the result of
+        ``of``.
         """
         shape, stages = shape_of(plan), dict(enumerate(plan.stages))
         every = all_moments(timeline.schedule)
@@ -443,7 +444,7 @@ class PlanMemory:
         return plan.micro_batch_size // shape_of(plan).sample_parts
 
     def _device(self, plan: Plan, shape: Shape, device: int, stages: Mapping[int, StagePlan]) -> _Device:
-        """What ``device`` needs for those of its stages that are in ``stages``, a dict from number to stage."""
+        """What ``device`` needs for its stages, as far as they are in ``stages``, a dict from number to stage."""
         training, samples = self._training, self._samples(plan)
         numbers, follow = _stages(shape)[device]
         here = [number for number in numbers if number in stages]
@@ -515,7 +516,7 @@ class PlanMemory:
         asynchronous: bool,
     ) -> _Weights:
         """The weights of a device with ``stages``, (operations, replicas) of each; as many as ``holders`` ranks hold
-        those of one stage."""
+        the weights of a stage."""
         training = self._training
         states = [self._state(samples, operations, replicas, shares) for operations, replicas in stages]
         every, replicas = tuple(span for operations, _ in stages for span in operations), stages[0][1]
@@ -630,5 +631,6 @@ class PlanMemory:
 
 
 def _block_inputs(tables: WorkTables, dropped: Sequence[tuple[int, int]], received: float) -> float:
-    """Bytes of the inputs of recomputed blocks beside the ``received`` bytes, which are that of the first."""
+    """Bytes of the inputs of recomputed blocks beside the ``received`` bytes, which are the input of the first
+    block."""
     return max(0.0, tables.block_inputs(dropped) - received)

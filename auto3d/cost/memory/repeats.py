@@ -19,8 +19,9 @@ _MOST_DISTANCES = 8  # how many possible periods are tried
 class Repeats:
     """The operations ``first`` to ``last`` - 1 repeat themselves every ``period`` operations.
 
-    The memories from number ``own`` on are those of one period, and their numbers grow by ``memories`` with each
-    period. All operations share the memories before ``own``.
+    The memories from number ``own`` on belong to the first period, and their numbers grow by ``memories`` from period
+    to period: with ``own`` 3 and ``memories`` 4, memory 5 of the first period is memory 9 of the second. All operations
+    share the memories before ``own``.
     """
 
     first: int
@@ -56,7 +57,7 @@ def _distances(tensors: Tensors) -> list[int]:
 
 
 def _repeated_after(tensors: Tensors, columns: np.ndarray, period: int) -> list[Repeats]:
-    """The ranges in which each operation is the same as the one ``period`` later."""
+    """The ranges in which each operation is the same as the operation ``period`` later."""
     found: list[Repeats] = []
     for home, stop in _runs((columns[:, :-period] == columns[:, period:]).all(axis=0), least=period):
         for begin, end in _runs(_same_makes(tensors, period, home, stop), home, least=period):

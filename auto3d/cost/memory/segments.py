@@ -60,7 +60,7 @@ class Segments:
         )
 
     def saved_from(self, span: Span) -> np.ndarray:
-        """[operations + 1]: at least what the operations from each one of ``span`` to its end save, in bytes."""
+        """[operations + 1]: at least the bytes that are saved from each operation of ``span`` to its end."""
         tensors, (first, last) = self.tensors, span
         begin, end = np.searchsorted(tensors.maker, span)
         stays = (self._first_save[begin:end] < last) | (tensors.last_use[begin:end] >= last)

@@ -16,7 +16,7 @@ from auto3d.cost.memory.tensors import Tensors
 class StageMemory:
     """Bytes that one replica of a stage holds for one micro-batch, and the peaks of operations beyond what it holds.
 
-    The peaks of backwards come before the micro-batch is freed. Those of a recomputing stage include the recomputation.
+    The peaks of backwards come before the micro-batch is freed. Peaks of a recomputing stage include the recomputation.
     """
 
     in_flight: float  # inputs and activations, from the forward until the backward
@@ -38,7 +38,7 @@ class StageMemory:
     sent_beside: float  # the part of ``sent`` that is not part of ``in_flight``
 
     def divided(self, by: int) -> "StageMemory":
-        """The bytes at an equal part of the samples; those of weights are divided, too."""
+        """The bytes at an equal part of the samples; the bytes of weights are divided, too."""
         if by == 1:
             return self
         changed: dict[str, Any] = {}
@@ -86,7 +86,8 @@ class StageRuns:
 
 
 def stage_runs(segments: Segments, operations: Sequence[Span], dropped: Sequence[Span], *, split: bool) -> StageRuns:
-    """The runs of a stage with ``operations`` that recomputes those in ``dropped``; ``split`` as in stage_memory."""
+    """The runs of a stage with ``operations`` that recomputes the operations in ``dropped``; ``split``: see
+    stage_memory."""
     tensors, shared = segments.tensors, segments.used_outside(operations)
     runs = [
         (is_kept, segments.of(spans, shared=shared | segments.used_outside(spans), split=split))
@@ -109,7 +110,7 @@ def stage_memory(
     split: bool,
     block: Span | None = None,
 ) -> StageMemory:
-    """The memory of a stage that runs ``operations`` and recomputes those in ``dropped``.
+    """The memory of a stage that runs ``operations`` and recomputes the operations in ``dropped``.
 
     With ``block``, each of the dropped blocks is recomputed by itself: ``block`` is the last of them. With ``split``,
     backwards have a weight half.

@@ -15,7 +15,7 @@ from auto3d.cost.tables import WorkTables, without
 class StageTensor:
     """A tensor that a stage holds once for each micro-batch of a count."""
 
-    count: str  # the count, of those of auto3d.schedule.moments
+    count: str  # a name in COUNTS of auto3d.schedule.moments
     kind: str  # an entry of DeviceMemory
     name: str
     bytes: float

@@ -1,7 +1,7 @@
 """The tensors of a Graph as arrays: when each is made, used and saved, and when its gradient exists.
 
-A view counts as the tensor whose memory it shows. Autograd passes some gradients on without a copy: those of views and
-of sums. Values that share a gradient form a class.
+A view counts as the tensor whose memory it shows. Autograd passes the gradients of views and of
+sums on without a copy. Values that share a gradient form a class.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from auto3d.capture.graph import Graph, GraphNode
 from auto3d.tensor.conversions import conversion_of
 
 WITH_EARLIER = "auto3d.with_earlier.default"  # joins the keys or the values of all slices so far
-# Operators whose backward returns the gradient of the result as that of each operand of the same shape.
+# Operators whose backward returns the gradient of the result as the gradient of each operand of the same shape.
 _PASSES_GRADIENT = ("aten.add.Tensor", "aten.add_.Tensor", "aten.alias.default", "aten.dropout.default")
 _TRANSPOSES = ("aten.transpose", "aten.permute", "aten.t.", "aten.swapaxes", "aten.movedim", "aten.expand")
 _IN_ORDER = ("aten.contiguous", "aten.reshape")  # they are views only of what is in order
@@ -26,7 +26,7 @@ _ELEMENTWISE = ("aten.add.", "aten.mul.", "aten.sub.", "aten.div.", "aten.neg.",
 class Tensors:
     """Arrays over the memories, the values and the parameters of one Graph; bytes are in the precision of training.
 
-    Positions are those of the Graph's operations. ``use_*``, ``save_*``, ``read_*`` and ``state_*`` list pairs of an
+    Positions count the Graph's operations. ``use_*``, ``save_*``, ``read_*`` and ``state_*`` list pairs of an
     operation's position and a number, in the order of positions.
     """
 
@@ -126,7 +126,7 @@ class Tensors:
 
 
 def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
-    """The tensors of ``graph``, whose bytes times ``scale`` are those of training.
+    """The tensors of ``graph``, whose bytes times ``scale`` are its bytes in training.
 
     ``saved`` has the bytes of activations that each operation is the first to save, as ``Work`` has them.
     """
@@ -253,7 +253,8 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
 
 
 def tensors_of_layers(saved: np.ndarray, outputs: np.ndarray) -> Tensors:
-    """Those of a model that is known by its layers: each saves ``saved`` bytes and makes one tensor for the next."""
+    """The tensors of a model that is known by its layers: each saves ``saved`` bytes and makes a tensor for the
+    next."""
     count = len(saved)
     layers, none = np.arange(count), np.zeros(0, dtype=int)
     return Tensors(
@@ -293,7 +294,7 @@ def tensors_of_layers(saved: np.ndarray, outputs: np.ndarray) -> Tensors:
 
 
 def _passes(node: GraphNode, shape: tuple[int, ...]) -> bool:
-    """Whether the gradient of an operand of this shape has the memory of that of the result of ``node``."""
+    """Whether the gradients of the result of ``node`` and of its operand of this shape share their memory."""
     if len(node.outputs) != 1:
         return False
     if _is_view(node):
