@@ -47,7 +47,7 @@ class Explanation:
     shards: int
     weights: tuple[WeightSplit, ...]  # every weight that a product multiplies by, and every table of an embedding
     split_flops: float  # share of the forward's FLOPs in operations that the ranks divide among them
-    split_bytes: float  # share of the bytes of all parameters in those that are split
+    split_bytes: float  # share of the bytes of all parameters that is in split parameters
     exchanges: tuple[CollectiveTotal, ...]
 
 

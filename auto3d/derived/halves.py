@@ -1,12 +1,12 @@
 """Sub-pipelining, graph side: the program in which each micro-batch runs as two halves of its samples.
 
-A tensor-parallel rank waits for the others at each collective. With two halves, the collective of one runs while the
-rank computes the other (Merak: Lai et al. 2022, section 6.3; TPDS 2023, section 5.3).
+A tensor-parallel rank waits for the others at each collective. With two halves, the collective of a half runs while the
+rank computes the other half (Merak: Lai et al. 2022, section 6.3; TPDS 2023, section 5.3).
 
 The rules that split a value among two ranks (tensor/rules) also divide it into two halves in time. An operation that
-has such a way runs once for each half. One that combines samples, such as a loss that is a mean over all tokens, gets
-the halves joined and runs once, so that its result is that of the undivided program. What does not depend on samples
-runs once.
+has such a way runs once for each half. An operation that combines samples, such as a loss that is a mean over all
+tokens, gets the halves joined and runs once, so that its result is the undivided program's. What does not depend on
+samples runs once.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,8 @@ _BATCH_NORMALISATIONS = ("batch_norm", "_native_batch_norm_legit_functional")
 
 
 def sub_pipelined(model: Derived, *, fused_attention: bool = True) -> Derived:
-    """``model`` with each micro-batch in two halves. Every value is that of ``model``, and so is every gradient except
-    for the order in which the samples' gradients of a weight are added up.
+    """``model`` with each micro-batch in two halves. Every value is the value in ``model``, and so is every gradient
+    except for the order in which the samples' gradients of a weight are added up.
 
     ``fused_attention`` is the argument of ``describe``.
     Raises PlanError where that is impossible: for an odd number of samples, for operations that write to buffers or
@@ -144,7 +144,7 @@ class _HalvesBuilder:
         return any(operand in self._samples for operand in call.operands)
 
     def _way(self, call: Call) -> Way | None:
-        """The way to run ``call`` on halves of its operands; None if it has none, or none of them has halves."""
+        """The way to run ``call`` on halves of its operands; None if there is no such way, or no operand has halves."""
         splits = [self._samples.get(operand) for operand in call.operands]
         if not any(splits):
             return None
@@ -166,7 +166,8 @@ class _HalvesBuilder:
     def _add_halves(self, call: Call, way: Way) -> bool:
         """Add ``call`` once for each half; returns False if it does not give halves of its results after all.
 
-        The rules cannot see that, for example, a squeeze of all dimensions removes that of a half with one sample.
+        The rules cannot see that, for example, a squeeze of all dimensions removes the samples' dimension of a half
+        with one sample.
         """
         target, args, kwargs = call.node.target, call.node.args, call.node.kwargs
         localise = _rule_of(call).localise

@@ -26,7 +26,7 @@ class Derived:
 
     whole: CapturedModel
     share: Share
-    programs: tuple[CapturedModel, ...]  # one, or one for each slice
+    programs: tuple[CapturedModel, ...]  # one program, or one per slice
     positions: tuple[tuple[int, ...], ...]
     """Per program, for each node of its Graph the position in the whole Graph of the operation that it belongs to, in
     ascending order. A conversion belongs to the operation whose result it converts, or that needs its result."""

@@ -1,4 +1,4 @@
-"""How a Plan splits a model's weights: as a user's rules and those known for the model say, and else as derived."""
+"""How a Plan splits a model's weights: as the user's rules and the model's known rules say, and else as derived."""
 
 from collections.abc import Mapping
 
@@ -17,9 +17,9 @@ from auto3d.tensor_placement import Split
 def planned_split(captured: CapturedModel, share: Share, *, rules: Mapping[str, str]) -> dict[str, Split]:
     """``Plan.split`` of ``captured`` for ranks with ``share`` of its work; what has no entry is whole on every rank.
 
-    A user's ``rules`` come first, then those that are known for the model. The splits that neither names are derived
-    from the graph, with those two fixed. Raises PlanError if a user's rule is not possible; a known rule that is not
-    possible counts as none.
+    A user's ``rules`` come first, then the rules that are known for the model. The graph decides the splits that no
+    rule names, with the splits by rules fixed. Raises PlanError if a user's rule is not possible; a known rule that is
+    not possible counts as none.
     """
     ruled = _ruled(captured, share.tp, rules)
     pinned = dict(ruled.pinned)
@@ -33,7 +33,7 @@ def planned_split(captured: CapturedModel, share: Share, *, rules: Mapping[str, 
 
 
 def ruled_reasons(captured: CapturedModel, shards: int, *, rules: Mapping[str, str]) -> dict[str, str]:
-    """The reasons why weights stay whole in ``planned_split`` by its rules; not those of what is derived."""
+    """The reasons why weights stay whole in ``planned_split`` by its rules; without reasons of what is derived."""
     ruled = _ruled(captured, shards, rules)
     whole = (name for name, split in ruled.pinned.items() if split is None)
     return ruled.impossible | dict.fromkeys(whole, "a rule says so")

@@ -58,7 +58,7 @@ class _Builder:
     placements: dict[str, TensorPlacement] = field(default_factory=dict)
     operation_of: dict[str, str] = field(default_factory=dict)
     drawn: set[str] = field(default_factory=set)
-    copies: dict[str, list[fx.Node]] = field(default_factory=dict)  # placeholder of a parameter -> those of its copies
+    copies: dict[str, list[fx.Node]] = field(default_factory=dict)  # placeholder of a parameter -> of its copies
     converted: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # (value, its conversion), in order
 
     def __post_init__(self) -> None:

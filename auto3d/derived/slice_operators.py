@@ -1,4 +1,4 @@
-"""The operators that the program of a slice has besides those of the model."""
+"""The operators that the program of a slice has besides the model's."""
 
 from typing import Any
 

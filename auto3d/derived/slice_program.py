@@ -28,7 +28,7 @@ from auto3d.tensor_placement import WHOLE, PlacementKind, Split, TensorPlacement
 
 _aten = torch.ops.aten
 _INDIVISIBLE = "does not divide along the sequence"
-_CLASSES = 1  # dimension of the classes among those of the logits of a cross-entropy
+_CLASSES = 1  # dimension of the classes in the logits of a cross-entropy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class SliceProgram:
 
     exported: ExportedModel
     operation_of: Mapping[str, str]  # node -> name of the operation of the whole program that it belongs to
-    joined: dict[str, str]  # keys or values of all slices so far -> those of this slice
+    joined: dict[str, str]  # keys or values of all slices so far -> keys or values of this slice
     masked: frozenset[str]  # attentions that take a mask here, and in the whole program are causal by their kernel
 
 
@@ -89,7 +89,7 @@ def slice_programs(captured: CapturedModel, slices: int) -> Iterator[SliceProgra
     """The program of each of ``slices`` slices of the sequence, in order.
 
     Raises PlanError where no slices can add up to the whole, for an operation that combines places of the sequence
-    other than by causal attention, and for random numbers other than those of dropout outside of attention.
+    other than by causal attention, and for random numbers other than dropout's outside of attention.
     """
     terms, sequence = sliceable_terms(captured), sequence_inputs(captured, slices)
     calls = ruled_calls(calls_of(captured.exported.program))
@@ -121,8 +121,8 @@ class _SliceBuilder:
     _own: dict[fx.Node, fx.Node] = field(default_factory=dict)  # value of the model -> what this slice has of it
     _parts: dict[tuple[fx.Node, Split], fx.Node] = field(default_factory=dict)  # whole value -> places of the slice
     _division: dict[fx.Node, Split] = field(default_factory=dict)
-    """How the slices divide a value: one that a slice has its own part of, or one of the whole sequence that follows
-    from inputs."""
+    """How the slices divide a value: a value of which a slice has its own part, or a value of the whole sequence that
+    follows from inputs."""
     _follows_sequence: set[fx.Node] = field(default_factory=set)  # inputs with a sequence, and all that depends on them
     _rows: dict[fx.Node | None, fx.Node] = field(default_factory=dict)  # mask, or None if the kernel's -> its rows here
     _at: str = ""  # name of the operation of the whole program that is being added
@@ -267,11 +267,12 @@ class _SliceBuilder:
         self._division[call.node] = expected[0]
 
     def _rows_of(self, call: Call, mask: fx.Node | None, first: int, last: int) -> fx.Node:
-        """What attention adds to the scores of the slice's tokens, [..., last - first, last]: nothing for those that a
-        token sees. It sees what ``mask`` shows, or without one all tokens up to itself.
+        """What attention adds to the scores of the slice's tokens, [..., last - first, last]: 0 for the tokens that a
+        token sees. It sees what ``mask`` shows or, without a mask, all tokens up to itself: the second slice of two
+        tokens has the rows 0 0 0 -inf and 0 0 0 0.
 
-        As a mask of numbers, which layers share. The kernel would make one of a mask of booleans, and each layer's
-        backward would keep its own.
+        The mask has numbers, and layers share it. Of a mask of booleans the kernel would make a mask of numbers, and
+        each layer's backward would keep its own.
         """
         if mask in self._rows:
             return self._rows[mask]

@@ -81,10 +81,10 @@ def _check_alike(
 
 
 def _kept_by_slices(graph: Graph, joined: dict[str, str]) -> Graph:
-    """``graph`` whose backward keeps each slice's own keys and values, not the ones ``joined`` from all slices so far.
+    """``graph`` whose backward keeps each slice's own keys and values, not the keys and values of all slices so far.
 
-    ``joined`` maps the name of a joined value to that of the slice's own, which the stage holds for later slices
-    anyway. It joins them again for the backward.
+    ``joined`` maps the name of a joined value to the name of the slice's own value, which the stage holds for later
+    slices anyway. The stage joins the values again for the backward.
     """
     owner: dict[str, str] = {}  # value -> the value that owns its memory
     for node in graph.nodes:
