@@ -1,4 +1,4 @@
-"""The conversions between placements, and what the ranks exchange in each, for those who do without torch."""
+"""The conversions between placements, and what the ranks exchange in each, for code that does without torch."""
 
 from dataclasses import dataclass
 from enum import Enum

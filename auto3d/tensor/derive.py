@@ -41,7 +41,8 @@ _FEW = 2  # states that the others are compared with
 
 
 class _DeadEndError(Exception):
-    """No state of the search can run the next operation, which needs one of ``state``, so far not pinned, whole."""
+    """No state of the search can run the next operation, which needs a tensor of ``state`` whole that is not pinned so
+    far."""
 
     def __init__(self, state: Sequence[str]) -> None:
         super().__init__(*state)
@@ -58,7 +59,7 @@ def derive(
     """The placements of ``captured`` on ranks that have ``share`` of it; see ``operations_of`` for ``pinned``.
 
     After each operation the ``states`` cheapest states go on. If none of them can go on, because an earlier operation
-    has split state that a later one needs whole, the search starts again with that state whole. Raises
+    has split state that a later operation needs whole, the search starts again with that state whole. Raises
     ImpossibleSplitError if ``pinned`` allows no placements.
     """
     while True:
@@ -98,7 +99,7 @@ class _Search:
     def run(self, states: int) -> Derivation:
         live = LiveStates((), ((),))
         key = self._keys[live]
-        costs = np.zeros(1)  # cost of each state beyond that of the cheapest; whole numbers
+        costs = np.zeros(1)  # cost of each state beyond the cheapest state's; whole numbers
         base = 0  # cost of the cheapest state
         steps: list[SearchStep] = []
         for operation in self._operations:
@@ -179,9 +180,9 @@ class _Search:
         """Numbers of the states that can still win, of which these are the costs ``totals``: at most ``states``.
 
         A state cannot win if another one becomes like it by conversions and then costs no more. If too many are left,
-        those go on that cost the least with all partial values reduced: a row-parallel product costs nothing until its
-        result is. At most a quarter of them agree in how weights are placed that are used again, for such a choice may
-        pay off only at the end of the model.
+        the states go on that cost the least with all partial values reduced: a row-parallel product costs nothing until
+        its result is. At most a quarter of them agree in how weights are placed that are used again, for such a choice
+        may pay off only at the end of the model.
         """
         kept = np.argsort(totals, kind="stable")
         for place in range(_FEW):
@@ -281,7 +282,7 @@ class _Search:
         return about if operation is not None else self._about.setdefault(node, about)
 
     def _options_of(self, ways: OperationWays, placed: Sequence[int]) -> tuple[RunOption, ...]:
-        """The options to run an operation: of those that leave the same placements behind, the cheapest."""
+        """The options to run an operation: of all options that leave the same placements behind, the cheapest."""
         operation = ways.operation
         about = [self._operand(node, operation) for node in operation.operands]
         numbers = [operation.operands.index(node) for node in operation.call.operands]

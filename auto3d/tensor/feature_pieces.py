@@ -121,7 +121,7 @@ def _piece(view: torch.Tensor) -> _Piece:
 
 
 def _after(user: fx.Node, node: fx.Node, view: torch.Tensor) -> Any:
-    """The view, or views, after the operation ``user``; None if it is not one that only rearranges."""
+    """The view, or views, after the operation ``user``; None if ``user`` does more than rearrange."""
     name = _name(user)
     if not user.args or user.args[0] is not node:
         return None

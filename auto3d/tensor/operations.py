@@ -34,10 +34,10 @@ class ProgramOperation:
     weights: frozenset[fx.Node]
     """Operands of a product, or of a view, that are real state of two dimensions or more, or views of such."""
     operands: tuple[fx.Node, ...]  # without repetitions
-    results: tuple[tuple[int, fx.Node], ...]  # those that are used, with their numbers
+    results: tuple[tuple[int, fx.Node], ...]  # used results, with their numbers
     kind: int  # equal for operations that have the same ways if their operands have the same splits
     entering: tuple[bool, ...]  # for each operand that is used the first time, whether it is state
-    places: tuple[int, ...]  # places of the operands among the values that are live before, then those that enter
+    places: tuple[int, ...]  # places of the operands among the values that are live before, then of entering operands
     others: tuple[int, ...]  # places of the values there that are no operands
     staying: tuple[int, ...]  # numbers of the operands that are used again
     needed: tuple[tuple[int, fx.Node], ...]  # the ``results`` that a later operation uses, or that are the loss
@@ -55,7 +55,7 @@ class AnalysedProgram:
     from_state: Set[fx.Node]  # state, and what is computed from one tensor of it alone
     tables: Set[fx.Node]  # real state of two dimensions or more, and its views
     of_samples: Set[fx.Node]  # the inputs, and all that depends on them
-    weights: Set[fx.Node]  # those of all operations
+    weights: Set[fx.Node]  # of all operations
 
 
 def analysed(captured: CapturedModel) -> AnalysedProgram:
@@ -82,7 +82,7 @@ def analysed_calls(
 ) -> AnalysedProgram:
     """The operations of a program whose ``calls`` these are.
 
-    ``state`` has the placeholders of parameters and buffers, of which operations write to those in ``written``.
+    ``state`` has the placeholders of parameters and buffers, of which operations write to the buffers in ``written``.
     """
     program = calls[0].node.graph
     ruled = ruled_calls(calls)
@@ -197,7 +197,7 @@ def ruled_calls(calls: Sequence[Call]) -> list[RuledCall]:
 def calls_of(program: fx.Graph, copies: Mapping[str, str] | None = None) -> list[Call]:
     """The operations of ``program`` in order; nodes that take one result out of several are none.
 
-    ``copies`` are those of an ExportedModel; without them, they are operands like any others.
+    ``copies`` is the field of an ExportedModel; without it, copies are operands like any others.
     """
     placeholders = {node.name: node for node in program.find_nodes(op="placeholder")}
     parameter_of = {placeholders[copy]: placeholders[parameter] for copy, parameter in (copies or {}).items()}

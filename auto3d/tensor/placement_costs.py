@@ -15,7 +15,7 @@ _LATENCY_BYTES = 2.0**13  # a collective costs each sample as much as so many by
 _WHOLE_FLOP = 1.0  # cost of one FLOP of a product that every rank computes, in bytes: it is split if it can be
 _WHOLE_PRODUCT = 2.0**22  # extra cost, in bytes, of a product whose weight is whole, however small the weight
 _WHOLE_TABLE = 16.0  # cost of one byte of a table that is whole, in bytes: with its gradient and its optimizer state
-_HELD = {  # cost of one byte of a value: of equal ways, the one that saves memory, then that of Megatron-LM
+_HELD = {  # cost of one byte of a value: of equal ways, the way that saves memory, then Megatron-LM's
     PlacementKind.SPLIT: 0.0,
     PlacementKind.WHOLE: 2e-6,
     PlacementKind.COPIED: 3e-6,  # the most but one: a copy comes right before the product

@@ -26,7 +26,7 @@ class RunOption:
 
 @dataclass(frozen=True, slots=True)
 class LiveStates:
-    """The states that go on after an operation: the values whose sets of placements make up each, and those sets."""
+    """The states that go on after an operation: the values whose sets of placements make up a state, and these sets."""
 
     values: tuple[Operand, ...]
     states: tuple[tuple[int, ...], ...]
@@ -34,7 +34,7 @@ class LiveStates:
 
 @dataclass(frozen=True, kw_only=True)
 class StateTransitions:
-    """All ways from the states before an operation to those after it, in the order of the states that they reach."""
+    """All ways from the states before an operation to the states after it, in the order of the latter."""
 
     sources: np.ndarray  # numbers of the states before, [ways]
     options: list[RunOption]  # [ways]
@@ -45,23 +45,23 @@ class StateTransitions:
     weights: list[int]  # states with equal numbers place weights that are used again alike, [states]
     values: tuple[Operand, ...]
     to_others: dict[int, np.ndarray] = field(default_factory=dict)
-    """State -> cost of conversions to each, [states]; filled when first needed."""
+    """State -> cost of conversions to every other state, [states]; filled when first needed."""
     kept: dict[bytes, tuple[int, LiveStates]] = field(default_factory=dict)
-    """Numbers of the states that go on -> those states, and a number for them."""
+    """Numbers of the states that go on -> (a number for these states together, the states)."""
     steps: dict[bytes, "SearchStep"] = field(default_factory=dict)
     """Costs of the states before -> what follows; layers come to the same costs again and again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchStep:
-    """How the states after an operation are reached from those before it, which have certain costs."""
+    """How the states after an operation are reached from the states before it, which have certain costs."""
 
     transitions: StateTransitions
     costs_before: np.ndarray
     kept: np.ndarray  # numbers of the states that go on
-    key: int  # a number for those states
+    key: int  # a number for the states that go on, together
     live: LiveStates
-    costs: np.ndarray  # their costs, beyond that of the cheapest
+    costs: np.ndarray  # costs of the states that go on, beyond the cheapest state's
     added: int  # cost of the cheapest
     ways: dict[int, int] = field(default_factory=dict)  # state that goes on -> the cheapest way to it
 

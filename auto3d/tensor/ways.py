@@ -67,7 +67,7 @@ class _Ways:
         self._shards = shards
         self._pinned = pinned
         self._samples = samples
-        # Value -> its possible splits. Those of state come from what the model later does with the result.
+        # Value -> its possible splits. Splits of state come from what the model later does with the result.
         self._possible: dict[fx.Node, tuple[Split, ...]] = {}
 
     def operations(self) -> tuple[OperationWays, ...]:
@@ -274,7 +274,7 @@ class _Wanted:
         return self._extended[known]
 
     def _of_operation(self, operation: ProgramOperation, results: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        """(wanted splits of the results, given those of later operations; wishes for operands), all by numbers."""
+        """(wanted splits of the results, given the later operations' wishes; wishes for operands), all by numbers."""
         call, rule = operation.call, operation.rule
         wishes: list[tuple[int, int]] = []
 

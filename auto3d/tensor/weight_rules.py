@@ -28,7 +28,7 @@ class WeightUse:
     """One product, convolution or embedding, and the parameters that it uses."""
 
     node: fx.Node
-    modules: tuple[str, ...]  # the module that runs it, and the one that holds its weight
+    modules: tuple[str, ...]  # the module that runs it, and the module that holds its weight
     weight: str
     input_dim: int | None  # dimension of the weight that the operation sums over; None for an embedding
     output_dim: int  # dimension of the weight with the output features
@@ -44,8 +44,8 @@ class WeightUse:
 def known_rules(module: nn.Module) -> dict[str, str] | None:
     """The rules that are known for ``module``; None if none are, so that splits have to be derived.
 
-    These are the ``tp_plan`` of a transformers model, or those of ``SHIPPED``. A plan with a style that is no split of
-    one weight, as for experts, counts as none.
+    These are the ``tp_plan`` of a transformers model, or the rules in ``SHIPPED``. A plan with a style that is no split
+    of one weight, as for experts, counts as none.
     """
     plan = getattr(module, "tp_plan", None)
     if isinstance(plan, Mapping) and plan:
@@ -57,10 +57,10 @@ def known_rules(module: nn.Module) -> dict[str, str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RuledSplits:
-    """What rules say about the parameters of a model; it says nothing about those that no rule names."""
+    """What rules say about the parameters of a model; it says nothing about parameters that no rule names."""
 
     pinned: dict[str, Split | None]  # None: whole
-    by_user: frozenset[str]  # those of ``pinned`` that a user's rule names
+    by_user: frozenset[str]  # names in ``pinned`` that a user's rule matches
     impossible: dict[str, str]  # weights whose known rule is not possible -> the reason
 
     @property
@@ -71,7 +71,8 @@ class RuledSplits:
 def weight_splits(
     captured: CapturedModel, shards: int, *, rules: Mapping[str, str], known: Mapping[str, str] | None = None
 ) -> RuledSplits:
-    """How ``shards`` ranks split the parameters of ``captured`` by a user's ``rules``, and by ``known`` ones elsewhere.
+    """How ``shards`` ranks split the parameters of ``captured`` by a user's ``rules``, and elsewhere by ``known``
+    rules.
 
     A bias is split like the output features that it is added to. Raises PlanError, with the numbers, for a user's rule
     that matches no weight or that is not possible; a known rule that is not possible says nothing.

@@ -15,7 +15,7 @@ def _attention(call: Call) -> Rule:
     """query [..., heads, queries, width], key and value [..., key-value heads, keys, width], and perhaps a mask.
 
     With grouped-query attention the key-value heads are fewer: the n-th part of them serves the n-th part of the heads.
-    If there are fewer than ranks, each rank repeats them for all heads and takes those of its own.
+    If there are fewer than ranks, each rank repeats them for all heads and takes what belongs to its own heads.
     """
     query, key, value = call.shapes[:3]
     several = call.argument("enable_gqa", False)

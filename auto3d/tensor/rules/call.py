@@ -61,7 +61,7 @@ class Call:
 
     @cached_property
     def result_nodes(self) -> tuple[fx.Node, ...]:
-        """The nodes of its results: itself, or the ones that take results out of its tuple."""
+        """The nodes of its results: itself, or the nodes that take results out of its tuple."""
         if isinstance(self.node.meta["val"], torch.Tensor):
             return (self.node,)
         return tuple(user for user in self.node.users if user.target is operator.getitem)
@@ -103,7 +103,8 @@ def _about(value: Any) -> Hashable:
 
 @dataclass(frozen=True)
 class Inner:
-    """A call whose result is an argument of a localised call; its arguments are like those of that call."""
+    """A call whose result is an argument of a localised call; its arguments are written like the arguments of that
+    call."""
 
     name: str  # appended to the name of the call that it is for
     target: Callable
@@ -112,7 +113,8 @@ class Inner:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run a call on every rank: the placements that its operands must have, and those of its results."""
+    """One way to run a call on every rank: the placements that its operands must have, and the placements of its
+    results."""
 
     needs: tuple[TensorPlacement, ...]
     gives: tuple[TensorPlacement, ...]
@@ -150,12 +152,15 @@ class Rule:
     """The dimension along which the operator puts its operands one after the other."""
     localise: Callable[[Call, Way, int], tuple[Any, tuple, dict]] | None = None
     """The operator and its arguments (nodes of the whole program and Inner calls among them) of a call that has this
-    rule, for a way and a number of shards, if they differ from those of the whole program."""
+    rule, for a way and a number of shards, if they differ from the whole program's."""
     product: bool = False  # a product of matrices, a convolution, attention, or a lookup of rows in a table
 
 
 def scaled(split_blocks: Sequence[int], size: int, other: int) -> tuple[int, ...] | None:
-    """``split_blocks`` of a dimension of ``size`` for a dimension of ``other`` elements that corresponds to it."""
+    """``split_blocks`` of a dimension of ``size`` for a dimension of ``other`` elements that corresponds to it.
+
+    Blocks 6, 3 of 9 elements are blocks 2, 1 of 3 elements; None if a block would have a fraction of an element.
+    """
     if size == other:
         return tuple(split_blocks)
     if any(block * other % size for block in split_blocks):

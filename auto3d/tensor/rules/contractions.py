@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from auto3d.tensor.rules.call import Axis, Call, Rule
 
-_BATCH = -1  # the name of an equation's last broadcast dimension; those before it are -2, -3 and so on
+_BATCH = -1  # the name of an equation's last broadcast dimension; dimensions before it are -2, -3 and so on
 _Name = str | int
 
 
 def _einsum(call: Call) -> Rule:
-    """Every letter is an axis; those that the result lacks are summed."""
+    """Every letter is an axis; axes that the result lacks are summed."""
     if call.operands != tuple(call.argument("tensors")):
         return Rule()
     inputs, _, output = str(call.argument("equation")).replace(" ", "").partition("->")
@@ -22,7 +22,10 @@ def _einsum(call: Call) -> Rule:
 
 
 def _named(letters: str, dims: int) -> list[_Name]:
-    """The name of each of ``dims`` dimensions; three dots stand for as many as the letters leave over."""
+    """The name of each of ``dims`` dimensions; three dots stand for as many as the letters leave over.
+
+    Of "b...i" and 4 dimensions: b, -2, -1, i.
+    """
     before, dots, after = letters.partition("...")
     rest = dims - len(before) - len(after) if dots else 0
     return [*before, *range(_BATCH - rest + 1, _BATCH + 1), *after]

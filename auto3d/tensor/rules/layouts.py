@@ -27,7 +27,10 @@ def reshaped(split: Split, shape: Sequence[int], target: Sequence[int]) -> Split
 
 
 def _groups(shape: Sequence[int], target: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The smallest runs of dimensions of both shapes that hold the same elements; those of size 1 are left out."""
+    """The smallest runs of dimensions of both shapes that hold the same elements, without dimensions of size 1.
+
+    From [2, 6, 4] to [12, 2, 2]: dimensions 0 and 1 become dimension 0, and dimension 2 becomes dimensions 1 and 2.
+    """
     left = [dim for dim, size in enumerate(shape) if size != 1]
     right = [dim for dim, size in enumerate(target) if size != 1]
     found: list[tuple[list[int], list[int]]] = []
@@ -46,7 +49,11 @@ def _groups(shape: Sequence[int], target: Sequence[int]) -> list[tuple[list[int]
 
 
 def _unflattened(flat: Sequence[int], sizes: Sequence[int], dims: Sequence[int]) -> Split | None:
-    """The split of one of ``dims``, of ``sizes``, whose elements together are split in the blocks ``flat``."""
+    """The split of one of ``dims``, of ``sizes``, whose elements together are split in the blocks ``flat``.
+
+    For sizes 3 and 4, blocks 4, 4, 4 split the second dimension in a block of 4. For sizes 2 and 4, a block of 8 splits
+    the first dimension in a block of 2.
+    """
     outer = 1
     for place, size in enumerate(sizes):
         inner = prod(sizes[place + 1 :])
@@ -66,7 +73,7 @@ def _unflattened(flat: Sequence[int], sizes: Sequence[int], dims: Sequence[int])
 
 
 def _reshape(call: Call) -> Rule:
-    """A second operand, that of view_as and reshape_as, only gives its shape."""
+    """The second operand of view_as and reshape_as only gives its shape."""
     shape, target = call.shapes[0], call.results[0]
     if call.argument("dtype") is not None:  # view.dtype reads the bytes of its operand anew
         return Rule()
@@ -121,7 +128,7 @@ def _without_ones(call: Call) -> Rule:
 
 
 def _expand(call: Call) -> Rule:
-    """A second operand, that of expand_as, only gives its shape."""
+    """The second operand of expand_as only gives its shape."""
     shape, target = call.shapes[0], call.results[0]
     shift = len(target) - len(shape)
     kept = [dim for dim, size in enumerate(shape) if size == target[dim + shift] > 1]
@@ -282,7 +289,7 @@ def _slice(call: Call) -> Rule:
 
 
 def _slice_scatter(call: Call) -> Rule:
-    """A tensor in which the elements of a slice along one dimension are replaced by those of another tensor."""
+    """A tensor in which the elements of a slice along one dimension are replaced by another tensor's."""
     count = len(call.shapes[0])
     along = int(call.argument("dim", 0)) % count
     axes = tuple(Axis((dim, dim), (dim,)) for dim in range(count) if dim != along)

@@ -34,7 +34,7 @@ def _group_norm(call: Call) -> Rule:
 
 
 def _batch_norm(call: Call) -> Rule:
-    """value [batch, channels, ...]; statistics are those of a channel, so channels are independent."""
+    """value [batch, channels, ...]; each channel has its own statistics, so channels are independent."""
     return Rule(axes=(Axis((1,) + (0,) * (len(call.operands) - 1), (1,) * len(call.results)),))
 
 

@@ -140,7 +140,7 @@ RULES: dict[str, Callable[[Call], Rule]] = {
     "addmm": _addmm,
     **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), _matmul),
     "baddbmm": _baddbmm,
-    **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped_product),  # the second is that of transformers
+    **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped_product),  # the second is transformers' own
     **dict.fromkeys(
         ("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
         _convolution,
