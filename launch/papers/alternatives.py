@@ -18,10 +18,10 @@ STRATEGIES = "amp"  # the experiment that searches the recipe of a part
 class Alternative:
     """One assumption, or several together, that a paper does not state.
 
-    ``changed`` are overrides of all predicted parts; those of an item count where both set a key. ``labels`` has
-    overrides of the rows that have a label, of a setting, a system or an experiment's variant: they count where an
+    ``changed`` are overrides of all predicted parts; where an item overrides the same key, the item counts. ``labels``
+    has overrides of the rows that have a label, of a setting, a system or an experiment's variant: they count where an
     item sets the same key.
-    ``fitted`` names the items by whose figures its values were chosen; the other items test them, but for those of
+    ``fitted`` names the items by whose figures its values were chosen; the other items test them, but for the items in
     ``without``, which are on another cluster.
     """
 

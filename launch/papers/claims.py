@@ -182,7 +182,8 @@ def _ends(claim: Claim, mine: Sequence[Row]) -> list[Row]:
 
 
 def _difference(claim: Claim, ours: float, paper: float) -> float:
-    """Relative; of a ratio, that of its gain: 1.02 has a fifth of the gain of 1.10."""
+    """The relative difference; for a ratio, the difference of the gains: 1.02 has a fifth of the gain of 1.10, so
+    -0.8."""
     return (ours - 1) / (paper - 1) - 1 if _by_gain(claim) else ours / paper - 1
 
 

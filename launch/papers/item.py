@@ -71,14 +71,14 @@ class Claim:
     The forms, over the settings that have all labels of ``settings``:
 
     - value: ``quantity`` of ``system``;
-    - ratio: ``quantity`` of ``system`` divided by that of ``against``;
+    - ratio: ``quantity`` of ``system`` divided by ``quantity`` of ``against``;
     - reduction: 1 − that ratio;
-    - largest: the largest ``quantity`` of ``system`` in any setting, divided by that of ``against``;
+    - largest: the largest ``quantity`` of ``system`` in any setting, divided by the largest of ``against``;
     - most: ``system`` has the largest ``quantity`` of all systems (least: the smallest), in so many of the settings;
-    - scaling: ``quantity`` of ``system`` in the last setting divided by that in the first (of all, or the two of the
-      labels ``between``), times ``factor``;
-    - trend: whether ``quantity`` of ``system``, divided by that of ``against`` if given, falls or rises from setting to
-      setting;
+    - scaling: ``quantity`` of ``system`` in the last setting divided by ``quantity`` in the first (of all, or
+      the two of the labels ``between``), times ``factor``;
+    - trend: whether ``quantity`` of ``system``, divided by ``quantity`` of ``against`` if given, falls or rises from
+      setting to setting;
     - levels-off: the first setting from which on ``quantity`` of ``system`` stays as it is;
     - fails: the settings in which ``system`` runs out of memory, as labels;
     - plan: the plan of ``system``, as in "dp=8 pp=4".
@@ -86,7 +86,7 @@ class Claim:
     If ``against`` lists several systems, the best of them in each setting counts: the largest ``quantity``, or the
     smallest of iteration_s. ``paper`` is a number, a range [lowest, highest] in which each of our values should lie, or
     words for the forms trend, levels-off, fails and plan. ``over`` says for which of our values it stands. ``source``
-    says whether the paper prints it, a formula of the paper gives it, or it is a fit of our own.
+    says whether the paper prints it, a formula of the paper gives it, or we fitted it.
     """
 
     says: str
@@ -117,9 +117,9 @@ class Figure:
 class Part:
     """A grid of settings × systems, made in one way.
 
-    ``base`` is the name of a recipe, or the groups of one. The overrides of a setting change it, then those of the
-    system, whose search.* keys span the plans of which the fastest counts. With ``how: experiment``, the function
-    ``experiment`` of launch/papers/experiments makes the rows instead, from ``arguments``.
+    ``base`` is the name of a recipe, or has a recipe's groups. The overrides of a setting change it, then the overrides
+    of the system, whose search.* keys span the plans of which the fastest counts. With ``how: experiment``, the
+    function ``experiment`` of launch/papers/experiments makes the rows instead, from ``arguments``.
     """
 
     how: How
@@ -142,7 +142,7 @@ class Part:
         return [tuple(labels) for labels in product(*self.axes)]
 
     def overrides(self, setting: Setting, system: str) -> Overrides:
-        """The overrides of one row: those of all settings, of this one, and of the system; later ones count."""
+        """The overrides of one row: for all settings, for this setting, and for the system; the last counts."""
         found = dict(self.changes)
         for axis, label in zip(self.axes, setting, strict=True):
             found |= axis[label]
@@ -281,7 +281,7 @@ def _cut(part: Part, only: Sequence[str]) -> Part:
 
 
 def _means(claim: Claim, settings: Iterable[Setting]) -> list[Setting]:
-    """Those of ``settings`` that ``claim`` is about."""
+    """The settings among ``settings`` that ``claim`` is about."""
     return [tuple(one) for one in settings if set(claim.settings) <= set(one)]
 
 

@@ -40,7 +40,7 @@ def made_part(maker: RowMaker, part: Part) -> MadePart:
 def measure_item(maker: RowMaker, item: Item, command: Command, *, retry: Retry, follow: bool) -> list[MadePart]:
     """Make ``item``, whose parts are all predicted, and measure the plans that are the fastest by prediction.
 
-    The trials of all rows are those of one sweep. Without ``follow``, jobs are only submitted, and nothing is made.
+    The trials of all rows are one sweep. Without ``follow``, jobs are only submitted, and nothing is made.
     ``command`` is what `auto3d resume` shall run.
     """
     measured = maker.measured(item.parts, command, retry=retry, follow=follow)

@@ -33,12 +33,12 @@ PLANNERS = ("chimera", "megatron", "rannc", "rannc-any-depth", "amp")  # algorit
 TRIALS = 1  # plans of a row that are measured, where its search.trials says nothing
 SEARCH = {"search.algorithm": "auto", "search.seconds": 1e7}  # limited by candidates: a clock would change results
 _SIZES = (("cluster", "nodes"), ("cluster", "devices_per_node"), ("cluster", "more"))
-MOST_SUBJECTS = 4  # models in memory; those of a setting are used one after the other
+MOST_SUBJECTS = 4  # models in memory; a setting's are used one after the other
 RUN = {"launch.executor": "local"}
 
 
 class RowMaker:
-    """Makes rows of the parts of one item, which ``file`` declares; a user's ``overrides`` replace those of its rows.
+    """Makes rows of the parts of one item, which ``file`` declares; a user's ``overrides`` replace its rows' own.
 
     Predictions for the same model share its Graphs. Sweeps report to ``watcher``.
     """

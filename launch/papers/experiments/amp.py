@@ -54,9 +54,9 @@ def strategies(
 
     Trials are plans at their times by the simulator. The annealing (SA) ranks plans by AMP's own cost model and tries
     the first 10; the random search (RS) tries 50. For both, the medians over ``seeds`` seeds count. Without a cost
-    model, the annealing would try 10 at random; for these, the medians over 25 seeds count. ``changes`` are keys of the
-    recipe. A variant has further keys of the cluster on which plans run (``all``) and of the one that AMP's space and
-    cost model know (``known``), and the ``systems`` that it is about (default: all).
+    model, the annealing would try 10 plans at random; for these, the medians over 25 seeds count. ``changes`` are keys
+    of the recipe. A variant has further keys of the cluster on which plans run (``all``) and of the cluster that AMP's
+    space and cost model know (``known``), and the ``systems`` that it is about (default: all).
     """
     for label, variant in variants.items():
         true = {**changes, **variant.get("all", {})}
@@ -84,7 +84,7 @@ def published_strategies(
 ) -> Iterator[Row]:
     """The same statistics over published real trials, of which each strategy takes its own.
 
-    AMP's ranking is that of its own published predictions, ours that of our simulator. The mean is over trials with a
+    AMP ranks by its own published predictions, we rank by our simulator. The mean is over trials with a
     result.
     """
     tell(f"{recipe}: {file}")
@@ -111,7 +111,8 @@ _COLUMNS = {"dp": "dp", "tp": "tp", "pp": "pp", "micro-batch": "micro_batch_size
 
 
 def _heuristic(rows: Sequence[Mapping[str, str]], times: Sequence[float], devices_per_node: int) -> list[int]:
-    """For each micro-batch size, the trial with a result of the smallest tp × pp; of equal ones the largest tp."""
+    """For each micro-batch size, the trial with a result of the smallest tp × pp, and among equals of the largest
+    tp."""
     best: dict[str, tuple[tuple[int, int], int]] = {}
     for place, row in enumerate(rows):
         tp, pp = int(row["tp"]), int(row["pp"])

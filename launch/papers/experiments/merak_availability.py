@@ -35,8 +35,8 @@ def availability(
 ) -> Iterator[Row]:
     """One row per kind of parallelism: how many of ``models`` train under it with the losses of one process.
 
-    Each model, given as the groups of a recipe that replace those of ``base``, is trained by one process and by two
-    that share the batch, the layers or each operator. A model that fails or differs is named in the row's problem.
+    Each model, given as the groups of a recipe that replace the groups of ``base``, is trained by one process and by
+    two that share the batch, the layers or each operator. A model that fails or differs is named in the row's problem.
     """
     counts, problems = dict.fromkeys(AXES, 0), {name: list[str]() for name in AXES}
     for model, groups in models.items():

@@ -31,7 +31,7 @@ from launch.recipe.load import LoadedRecipe, load_groups
 from launch.recipe.settings import cluster
 
 Groups = Mapping[str, Any]  # the groups of a recipe
-Layers = Mapping[str, Groups]  # name -> the groups that replace those of the base
+Layers = Mapping[str, Groups]  # name -> the groups that replace the base's
 Tell = Callable[[str], None]
 Seconds = tuple[float, float]  # forward and backward
 
@@ -55,7 +55,7 @@ def measured_layers(
 ) -> Iterator[Row]:
     """Processor time of the layer ``module`` of each of ``layers``, run as a stage runs it, on one thread of this CPU.
 
-    Each time is the fastest of ``REPETITIONS``, after one that is not measured.
+    Each time is the fastest of ``REPETITIONS``, after a run that is not measured.
     """
     on = f"cpu ({machine()}), 1 thread, torch {torch.__version__}"
     threads = torch.get_num_threads()
@@ -70,7 +70,7 @@ def measured_layers(
 
 
 def published_layers(*, tell: Tell, base: Groups, layers: Layers, module: str, file: str, device: str) -> Iterator[Row]:
-    """Times that others measured on ``device``, in a published ``file``, beside those predicted for the same layers."""
+    """Times that others measured on ``device``, in a published ``file``, beside predictions for the same layers."""
     for name, groups in layers.items():
         tell(f"predicting a layer of {name}")
         recipe = _recipe(name, base, groups)
@@ -88,7 +88,7 @@ def fitted_accelerator(
     """matrix_efficiency and half_gflops with which the predictions of ``published_layers`` are closest to the times.
 
     Least squares of the logarithm of predicted over published, forward and backward each, from ``FITTED_FROM`` samples.
-    The other figures are those of the recipe's accelerator.
+    The other figures are taken from the recipe's accelerator.
     """
     known: list[tuple[Work, int, int, Seconds]] = []
     for name, groups in layers.items():
@@ -177,7 +177,7 @@ def _published(file: str, device: str, name: str) -> dict[int, Seconds]:
 
 
 def _rows(name: str, times: Mapping[int, Seconds], on: str) -> Iterator[Row]:
-    """Rows of one layer, with its time per sample, also relative to that of the largest micro-batch."""
+    """Rows of one layer, with its time per sample, also relative to the largest micro-batch's."""
     per_sample = {size: sum(seconds) / size for size, seconds in times.items()}
     least = per_sample[max(per_sample)]
     for size, each in per_sample.items():
