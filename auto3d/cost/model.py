@@ -4,7 +4,7 @@ The costs of the Plan's stages, messages and gradient syncs go to the simulator;
 costs. Ranks fill the cluster's devices in order, and the Plan's placement gives each rank its position.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -14,9 +14,7 @@ import numpy as np
 from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.collectives import TRAFFIC, Group, GroupLink, Traffic
 from auto3d.cost.estimate import METHODS, Estimate, SecondsOf, busiest
-from auto3d.cost.memory.device import DeviceMemory, HeldTensor
 from auto3d.cost.memory.plan import PlanMemory
-from auto3d.cost.memory.stage import StageMemory
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
 from auto3d.cost.stage_messages import StageMessages
@@ -33,7 +31,6 @@ from auto3d.plan import SUB_PIPELINED, Plan, PlanError, StagePlan
 from auto3d.schedule.shape import shape_of, shares_of
 from auto3d.share import Share, share_of
 from auto3d.simulate.costs import Costs, MessageCost, SharedMachine
-from auto3d.simulate.memory_timeline import BytesOverTime
 from auto3d.simulate.simulate import Timeline, simulate
 
 Kept = Sequence[float | None]
@@ -104,7 +101,7 @@ class CostModel:
         self._times_of_work = times_of_work
         self.stage_seconds = stage_seconds
         self._work = ModelWork(work_at, training)
-        self.plan_memory = PlanMemory(self._work, training)
+        self.memory = PlanMemory(self._work, training)
         self._stage_times = StageTimes(self._work, times_at, hides_collectives=training.times.hides_collectives)
         self._messages = StageMessages(cluster, self._work, training)
         self._has_handling = any(any(node.handling) for node in cluster.nodes)
@@ -136,22 +133,6 @@ class CostModel:
         """Predicted seconds of an iteration, by the model's method."""
         return self.slowest_pipeline_s(plan, METHODS[self.method])
 
-    def memory(self, plan: Plan) -> tuple[float, ...]:
-        """Peak bytes of tensors on each pipeline device."""
-        return self.plan_memory.of(plan)
-
-    def memory_one_by_one(self, plan: Plan) -> Iterator[float]:
-        """``memory(plan)``, each device's when it is asked for."""
-        return self.plan_memory.one_by_one(plan)
-
-    def memory_witness(self, plan: Plan) -> tuple[DeviceMemory, ...]:
-        """``memory(plan)`` with the operation at which each device reaches its peak, and what it holds there."""
-        return self.plan_memory.devices(plan)
-
-    def largest_tensors(self, plan: Plan, device: int, count: int | None = 10) -> tuple[HeldTensor, ...]:
-        """The largest tensors that pipeline device ``device`` holds at its peak, largest first; None: all of them."""
-        return self.plan_memory.largest(plan, device, count)
-
     def flops(self, plan: Plan) -> IterationFlops:
         """FLOPs of an iteration of the whole model, with what the plan recomputes."""
         samples = plan.micro_batch_size // shape_of(plan).sample_parts
@@ -160,23 +141,8 @@ class CostModel:
             plan, work.flops.tolist(), work.backward_flops.tolist(), kept=lambda stage: self._work.kept(samples, stage)
         )
 
-    def stage_memory(self, plan: Plan, number: int, stage: StagePlan) -> dict[int, float]:
-        """Pipeline device -> peak bytes of ``stage`` alone, for each device that holds stage ``number`` of ``plan``.
-
-        A device with one stage needs exactly these bytes. A device with several needs at most the sum of theirs.
-        """
-        return self.plan_memory.of_stage(plan, number, stage)
-
-    def memory_beside_activations(self, plan: Plan) -> tuple[float, ...]:
-        """Per pipeline device, the peak of the bytes of ``memory(plan)`` that are no activations."""
-        return self.plan_memory.beside_activations(plan)
-
-    def stage_if(self, plan: Plan, number: int, *, recompute: bool, split: bool) -> StageMemory:
-        """The bytes of a micro-batch on stage ``number`` of ``plan`` if it recomputes, or splits its backward."""
-        return self.plan_memory.stage_if(plan, number, recompute=recompute, split=split)
-
     def estimate(self, plan: Plan) -> Estimate:
-        """``seconds(plan)`` and ``memory(plan)``, with the components of the seconds."""
+        """``seconds(plan)`` and ``memory.of(plan)``, with the components of the seconds."""
         seconds_of = METHODS[self.method]
         shape = shape_of(plan)
         traffic = self._traffic_of(plan)
@@ -200,7 +166,7 @@ class CostModel:
             sync_s=whole - without_sync,
             update_s=update + traffic.iteration_s,
             bubble_s=without_tensor - compute - update,
-            memory=self.memory(plan),
+            memory=self.memory.of(plan),
         )
 
     def timeline(self, plan: Plan) -> Timeline:
@@ -208,10 +174,6 @@ class CostModel:
         schedule, pipelines = shape_of(plan).schedule(), self._traffic_of(plan).distinct_pipelines
         timelines = (simulate(schedule, self.costs(plan, pipeline)) for pipeline in pipelines)
         return max(timelines, key=lambda timeline: timeline.makespan)
-
-    def memory_over_time(self, plan: Plan, timeline: Timeline, devices: Sequence[int]) -> list[BytesOverTime]:
-        """Bytes on each of ``devices`` over ``timeline(plan)``; the largest values are ``memory(plan)``."""
-        return self.plan_memory.over_time(plan, timeline, devices)
 
     def slowest_pipeline_s(self, plan: Plan, seconds_of: SecondsOf) -> float:
         """Seconds of an iteration by ``seconds_of``, for the pipeline that takes longest."""

@@ -66,7 +66,7 @@ class PlanMaker:
         self._order_seconds = order_seconds
         self.planned, self.model, self.workload = planned, model, workload
         self._shortage = shortage or (lambda plan: shortage_of(model, plan))
-        memory = model.plan_memory if shortage is None else memory
+        memory = model.memory if shortage is None else memory
         self._limits = None if memory is None else Limits(memory=memory, cluster=model.cluster)
         self._check = check or (lambda plan: None)
         self._captured: dict[int, InputError | None] = {}  # number of samples -> why the model cannot be captured at it
@@ -222,10 +222,12 @@ class PlanMaker:
                 break
             if not self._shortage(plan):
                 return plan
-            excess = [needed / has for needed, has in zip(self.model.memory(plan), memory, strict=True)]
+            excess = [needed / has for needed, has in zip(self.model.memory.of(plan), memory, strict=True)]
             device = excess.index(max(excess))
             if excess[device] > 1:
-                needed = {n: self.model.stage_memory(plan, n, plan.stages[n])[device] for n in stages_of(shape, device)}
+                needed = {
+                    n: self.model.memory.of_stage(plan, n, plan.stages[n])[device] for n in stages_of(shape, device)
+                }
                 largest = max(needed, key=needed.__getitem__)
                 run = largest, *plan.stages[largest].operations[0]
                 if run in excluded:  # nothing smaller is possible
@@ -487,7 +489,7 @@ def _recomputes_unequally(plan: Plan) -> bool:
 
 def shortage_of(model: CostModel, plan: Plan) -> str:
     """Why ``plan`` does not fit into the memory of the devices that it is placed on; empty if it fits."""
-    for device, needed in enumerate(model.memory_one_by_one(plan)):
+    for device, needed in enumerate(model.memory.one_by_one(plan)):
         memory = model.cluster.memory_of(plan.meshes[device].ranks)
         if memory is not None and needed > memory:
             return f"pipeline device {device} needs {in_gib(needed)} GiB; it has {in_gib(memory)} GiB"

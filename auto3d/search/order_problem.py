@@ -38,18 +38,18 @@ def problem_of(plan: Plan, model: CostModel, *, may_recompute: frozenset[int] | 
     timed = plan if again == shape.recompute else with_order(plan, _recomputing(shape.schedule(), again))
     activation, kept, deferred = [], [], []
     for stage in stages:
-        whole = [model.stage_if(plan, stage, recompute=False, split=split) for split in (False, True)]
+        whole = [model.memory.stage_if(plan, stage, recompute=False, split=split) for split in (False, True)]
         held = [one.in_flight for one in whole] + [whole[1].deferred]
         least = max(held)
         if stage in again:
-            halves = [model.stage_if(plan, stage, recompute=True, split=split) for split in (False, True)]
+            halves = [model.memory.stage_if(plan, stage, recompute=True, split=split) for split in (False, True)]
             held += [one.in_flight + one.recomputed for one in halves]
             least = max(one.in_flight for one in halves)
         activation.append(max(held))
         kept.append(least)
         deferred.append(whole[1].deferred)
     free = []
-    for device, beside in enumerate(model.memory_beside_activations(plan)):
+    for device, beside in enumerate(model.memory.beside_activations(plan)):
         has = model.cluster.memory_of(plan.meshes[device].ranks)
         if has is not None and beside > has:
             raise PlanError(

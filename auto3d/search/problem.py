@@ -113,5 +113,5 @@ class CandidateProblem:
         stage = StagePlan(operations=((first, last),))
         if self.kept and (fraction := self.kept[number]) is not None:
             stage = keep_last(stage, self.cuts[start:end], fraction)
-        needed = self.model.stage_memory(self.plan, number, stage)
+        needed = self.model.memory.of_stage(self.plan, number, stage)
         return all(size <= limits[device] for device, size in needed.items())

@@ -197,6 +197,6 @@ def _tighter(free: Sequence[float], plan: Plan, model: CostModel) -> tuple[float
     """``free`` of each device, less what ``plan`` needs beyond the memory of the device."""
     memory = [model.cluster.memory_of(mesh.ranks) for mesh in plan.meshes]
     excess = [
-        0.0 if has is None else max(0.0, most - has) for most, has in zip(model.memory(plan), memory, strict=True)
+        0.0 if has is None else max(0.0, most - has) for most, has in zip(model.memory.of(plan), memory, strict=True)
     ]
     return tuple(has - more for has, more in zip(free, excess, strict=True))

@@ -16,7 +16,7 @@ def print_memory(recipe: LoadedRecipe, *, plan_file: str | None, svg: str | None
     found = predicted_memory(recipe, plan_file)
     if svg:
         timeline = found.model.timeline(found.plan)
-        curves = found.model.memory_over_time(found.plan, timeline, range(len(found.devices)))
+        curves = found.model.memory.over_time(found.plan, timeline, range(len(found.devices)))
         caption = f"{found.plan.schedule}: predicted memory of each pipeline device over one iteration"
         write_text(svg, draw_memory_svg(curves, found.capacity, caption=caption))
     if as_json:

@@ -125,6 +125,6 @@ def _explanation(search: Search, ranked: Sequence[Ranked]) -> str:
 
 
 def _memory(search: Search, best: Ranked) -> str:
-    needed = search.maker.model.memory(best.plan)
+    needed = search.maker.model.memory.of(best.plan)
     sizes = ", ".join(in_gib(size) for size in needed)
     return f"memory of the best, per pipeline device: {sizes} GiB"

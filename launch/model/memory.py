@@ -45,12 +45,12 @@ def predicted_memory(recipe: LoadedRecipe, plan_file: str | None) -> PredictedMe
         raise recipe.error("plan", problem)
     if plan.ranks > model.cluster.devices:
         raise recipe.error("plan", f"needs {plan.ranks} devices; the cluster has {model.cluster.devices}")
-    devices = model.memory_witness(plan)
+    devices = model.memory.devices(plan)
     return PredictedMemory(
         plan=plan,
         model=model,
         devices=devices,
-        largest=tuple(model.largest_tensors(plan, device) for device in range(len(devices))),
+        largest=tuple(model.memory.largest(plan, device) for device in range(len(devices))),
         capacity=tuple(model.cluster.memory_of(mesh.ranks) for mesh in plan.meshes),
     )
 

@@ -55,7 +55,7 @@ def _nearest(maker: PlanMaker, lacking_memory: Sequence[Candidate]) -> str:
         except InputError:
             continue
         capacity = [maker.model.cluster.memory_of(mesh.ranks) or inf for mesh in plan.meshes]
-        missing = max(needed - has for needed, has in zip(maker.model.memory(plan), capacity, strict=True))
+        missing = max(needed - has for needed, has in zip(maker.model.memory.of(plan), capacity, strict=True))
         if best is None or missing < best[0]:
             best = missing, candidate
     if best is None:

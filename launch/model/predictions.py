@@ -83,7 +83,7 @@ def predict(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator
         except InputError as error:  # for example layers that were not measured at this degree
             yield Prediction(one.row, None, None, str(error))
             continue
-        peak, problem = max(one.model.memory(one.plan)), shortage_of(one.model, one.plan)
+        peak, problem = max(one.model.memory.of(one.plan)), shortage_of(one.model, one.plan)
         yield Prediction(one.row, seconds, peak, problem, one.model.measured_in)
 
 

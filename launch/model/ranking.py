@@ -82,7 +82,7 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
                 "interval_s": None if certainty is None else certainty.interval(one.seconds),
                 "as_fast_as_first": 0 < place <= tied,
                 "place_assumed": place in assumed,
-                "peak_bytes": max(model.memory(one.plan)),
+                "peak_bytes": max(model.memory.of(one.plan)),
                 "problem": problem,
                 "estimate": estimate,
                 "certificate": certificate,

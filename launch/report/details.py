@@ -79,7 +79,7 @@ def detail_of(row: int, plan: Plan, model: CostModel) -> PlanDetail:
     estimate, timeline = model.estimate(plan), model.timeline(plan)
     devices = _drawn_devices(timeline.schedule.devices)
     numbers, gap = _drawn_operations(timeline, devices)
-    curves = model.memory_over_time(plan, timeline, devices)
+    curves = model.memory.over_time(plan, timeline, devices)
     text = plan.to_json()
     return PlanDetail(
         row=row,

@@ -88,7 +88,7 @@ def row_of(one: ReportedPlan, columns: ThroughputColumns) -> PlanRow:
         error=predicted_s / measured_s - 1 if predicted_s and measured_s and one.compared else None,
         **rates(columns.of(one, measured_s, predicted_s)),
         measured_peak=max(peaks, default=None),
-        predicted_peak=None if one.model is None else max(one.model.memory(plan)),
+        predicted_peak=None if one.model is None else max(one.model.memory.of(plan)),
         problem=failed.error if failed else "",
     )
 

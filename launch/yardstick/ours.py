@@ -42,7 +42,7 @@ class OurModel:
                     with suppress(InputError):  # for example layers that were not measured at this degree
                         seconds = changed(one.model).seconds(one.plan)
                         if number not in self._peaks:
-                            self._peaks[number] = tuple(one.model.memory(one.plan))
+                            self._peaks[number] = tuple(one.model.memory.of(one.plan))
                         found[-1] = Predicted(seconds, self._peaks[number])
                 if len(found) % SHOWN_EVERY == 0:
                     tell(f"{len(found)} of {len(asked.runs)} runs")

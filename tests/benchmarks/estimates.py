@@ -36,14 +36,14 @@ def measure(name: str, recompute: str) -> tuple:
     kinds = domain.choices["sequence_parallel"]
     degrees = {(one.micro_batch_size, one.tp, kind and one.tp > 1) for one in domain.degrees for kind in kinds}
     maker.prepare((samples, Share(tp=tp, sequence_parallel=kind)) for samples, tp, kind in sorted(degrees))
-    estimates, of_device = 0, model.plan_memory.of_device
+    estimates, of_device = 0, model.memory.of_device
 
     def counted(*arguments):
         nonlocal estimates
         estimates += 1
         return of_device(*arguments)
 
-    model.plan_memory.of_device = counted
+    model.memory.of_device = counted
     begin, candidates, plans = process_time(), 0, 0
     for candidate in domain:
         candidates += 1
@@ -53,7 +53,7 @@ def measure(name: str, recompute: str) -> tuple:
         except InputError:
             pass
     spent = process_time() - begin
-    segments = model.plan_memory.counted
+    segments = model.memory.counted
     return name, recompute, candidates, plans, estimates, segments, f"{spent:.2f}", round(candidates / spent)
 
 

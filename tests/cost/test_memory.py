@@ -109,7 +109,7 @@ def test_weights_and_activations_are_those_of_chimeras_table_2(name):
     plan = replace(plan_for(name, DEPTH, 2 * DEPTH, DEPTH), micro_batch_size=1, global_batch=2 * DEPTH)
 
     def bytes_of(layer: Layer) -> tuple[float, ...]:
-        return cost_model([layer] * DEPTH, DEPTH).memory(plan)
+        return cost_model([layer] * DEPTH, DEPTH).memory.of(plan)
 
     weights, activations = TABLE_2[name]
     assert bytes_of(Layer(saved=1000)) == pytest.approx([4000 * sets for sets in activations])
@@ -202,7 +202,7 @@ def test_frozen_parameters_count_as_weights_alone():
 
     def of(trained: frozenset[str]):
         work = work_of(replace(graph, trained=trained), shard(graph).bounds)
-        (device,) = CostModel(cluster, TrainingOptions(), lambda *_: work).memory_witness(plan)
+        (device,) = CostModel(cluster, TrainingOptions(), lambda *_: work).memory.devices(plan)
         return device
 
     whole, less = of(graph.trained), of(graph.trained - {frozen})
@@ -212,9 +212,9 @@ def test_frozen_parameters_count_as_weights_alone():
 
 def assert_listed(model: CostModel, plan: Plan) -> None:
     """The largest tensors of each device of ``plan`` add up to the entries of its witness, all of them."""
-    for device, witness in enumerate(model.memory_witness(plan)):
+    for device, witness in enumerate(model.memory.devices(plan)):
         listed = dict.fromkeys(ENTRIES, 0.0)
-        for tensor in model.largest_tensors(plan, device, None):
+        for tensor in model.memory.largest(plan, device, None):
             assert tensor.total > 0, (tensor, plan)
             listed[tensor.kind] += tensor.total
         assert listed == {kind: pytest.approx(getattr(witness, kind), abs=1) for kind in ENTRIES}, (plan, device)
@@ -264,8 +264,8 @@ def test_a_witness_is_the_sum_of_its_tensors_and_the_highest_point_of_the_drawin
     for _ in range(6):
         if (plan := random_plan(chance, trained, name)) is None:
             continue
-        witnesses, peaks = model.memory_witness(plan), model.memory(plan)
-        curves = model.memory_over_time(plan, model.timeline(plan), range(plan.pp))
+        witnesses, peaks = model.memory.devices(plan), model.memory.of(plan)
+        curves = model.memory.over_time(plan, model.timeline(plan), range(plan.pp))
         assert [one.total for one in witnesses] == pytest.approx(peaks, abs=10), plan
         assert [curve.peak for curve in curves] == pytest.approx(peaks, rel=1e-12), plan
         assert_listed(model, plan)
@@ -315,15 +315,15 @@ def test_memory_over_time_peaks_where_the_plan_does(options):
                 continue
             layers = [Layer(parameters=10 * n, saved=100 + n, flops=1e9 * n, output=n) for n in range(1, stages + 1)]
             plan, model = plan_for(name, devices, micro_batches, stages, **chosen), cost_model(layers, devices)
-            timeline, peaks = model.timeline(plan), model.memory(plan)
-            curves = model.memory_over_time(plan, timeline, range(devices))
+            timeline, peaks = model.timeline(plan), model.memory.of(plan)
+            curves = model.memory.over_time(plan, timeline, range(devices))
             assert [curve.peak for curve in curves] == pytest.approx(peaks, rel=1e-12), (name, devices, micro_batches)
-            witnesses = model.memory_witness(plan)
+            witnesses = model.memory.devices(plan)
             assert [one.total for one in witnesses] == pytest.approx(peaks, abs=10), name
             for curve in curves:
                 assert curve.times == sorted(curve.times)
             for device in range(devices):
-                alone = [model.stage_memory(plan, n, plan.stages[n]).get(device, 0) for n in range(stages)]
+                alone = [model.memory.of_stage(plan, n, plan.stages[n]).get(device, 0) for n in range(stages)]
                 assert sum(alone) >= peaks[device] * (1 - 1e-9)
             compared += 1
     assert compared > 20

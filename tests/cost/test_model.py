@@ -246,11 +246,11 @@ def test_measured_layers_are_no_shorter_than_measured_and_grow_with_the_batch():
 def test_more_micro_batches_in_flight_need_more_memory_and_recomputation_less():
     model = layered(LAYERS)
     plan = plan_of(dp=1, tp=1, pp=4)
-    first, *_, last = model.memory(plan)
+    first, *_, last = model.memory.of(plan)
     assert first > last  # the first stage has four micro-batches in flight, the last has one
-    assert max(model.memory(replace(plan, schedule="gpipe"))) > first
-    assert max(model.memory(replace(plan, schedule_options={"recompute": "full"}))) < first
-    assert max(model.memory(plan_of(dp=1, tp=4, pp=4))) < first / 2
+    assert max(model.memory.of(replace(plan, schedule="gpipe"))) > first
+    assert max(model.memory.of(replace(plan, schedule_options={"recompute": "full"}))) < first
+    assert max(model.memory.of(plan_of(dp=1, tp=4, pp=4))) < first / 2
 
 
 def test_calibration_finds_the_parameters_that_made_the_times():

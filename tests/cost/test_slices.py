@@ -194,7 +194,7 @@ def test_a_stage_holds_the_mean_of_slices_and_its_peaks_are_the_largest():
 def test_a_witness_names_an_operation_of_the_model():
     cost, plan = CostModel(CLUSTER, TrainingOptions(), work_at("gpt2-wide")), sliced_plan("gpt2-wide")
     names = works("gpt2-wide", 4, 2)[0].tensors.operations
-    for device, witness in enumerate(cost.memory_witness(plan)):
+    for device, witness in enumerate(cost.memory.devices(plan)):
         (first, last), *_ = plan.stages[device].operations
         assert witness.operation in names[first:last]
 

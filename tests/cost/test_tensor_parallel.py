@@ -213,10 +213,10 @@ def test_the_memory_of_a_search_agrees_with_that_of_the_local_graph(name, sequen
                 uniform(graph, pp), tp=2, pp=pp, schedule_options=options, sequence_parallel=sequence_parallel
             )
             local_plan = replace(whole_plan, stages=model.stages(whole_plan.stages))
-            found = costs.memory(whole_plan)
-            assert found == pytest.approx(finer.memory(local_plan), rel=1e-3), f"{options} pp={pp}"
+            found = costs.memory.of(whole_plan)
+            assert found == pytest.approx(finer.memory.of(local_plan), rel=1e-3), f"{options} pp={pp}"
             one = replace(whole_plan, tp=1, sequence_parallel=False, placement=place_ranks(dp=1, pp=pp))
-            assert all(mine < all_ for mine, all_ in zip(found, costs.memory(one), strict=True))
+            assert all(mine < all_ for mine, all_ in zip(found, costs.memory.of(one), strict=True))
 
 
 def test_all_gather_and_reduce_scatter_are_the_halves_of_an_all_reduce_on_a_ring():

@@ -107,16 +107,16 @@ def test_only_stages_that_can_be_part_of_a_partition_are_estimated(monkeypatch):
     """Of two stages, one begins with the model and one ends with it, so there are two for each cut."""
     domain, maker = random_case(8, pp=[2], schedule=["1f1b"], recompute=["none"])
     plan, cuts, estimated = maker.unlimited(domain.degrees[0]), maker.planned.cuts(1), Counter[StagePlan]()
-    estimate = maker.model.stage_memory
+    estimate = maker.model.memory.of_stage
 
     def counted(plan: Plan, number: int, stage: StagePlan) -> dict[int, float]:
         estimated[stage] += 1
         return estimate(plan, number, stage)
 
-    monkeypatch.setattr(maker.model, "stage_memory", counted)
+    monkeypatch.setattr(maker.model.memory, "of_stage", counted)
     for fraction in (0.6, 0.8, 1.0):
         estimated.clear()
-        limits = [fraction * size for size in maker.model.memory(plan)]
+        limits = [fraction * size for size in maker.model.memory.of(plan)]
         problem = CandidateProblem(
             planned=maker.planned,
             model=maker.model,
@@ -134,16 +134,16 @@ def test_a_smaller_count_of_the_makers_own_is_respected():
     _, maker = random_case(4, partition=["autopipe"])
     candidate = Candidate(dp=1, tp=1, pp=4, micro_batch_size=1, partition="autopipe")
     plan = maker.unlimited(candidate)
-    memory = maker.model.memory(plan)
+    memory = maker.model.memory.of(plan)
     node = Node(devices=4, accelerator=Accelerator(memory_bytes=max(memory) * 1.001))
     model = maker.model.on(Cluster(nodes=(node,) * 4, device="cuda"))
 
     def shortage(plan: Plan) -> str:
-        return "too much" if max(model.memory(plan)) > 0.97 * max(memory) else ""
+        return "too much" if max(model.memory.of(plan)) > 0.97 * max(memory) else ""
 
     assert PlanMaker(maker.planned, model, maker.workload).plan(candidate).stages == plan.stages
     smaller = PlanMaker(maker.planned, model, maker.workload, shortage=shortage).plan(candidate)
-    assert max(model.memory(smaller)) <= 0.97 * max(memory)
+    assert max(model.memory.of(smaller)) <= 0.97 * max(memory)
     assert slowest_s(maker, smaller) > slowest_s(maker, plan)
 
 

@@ -45,7 +45,7 @@ def test_no_plan_needs_less_time_or_memory_than_its_candidate_promises(seed):
                 continue
             least, bound = promises.least_s(candidate), maker.model.slowest_pipeline_s(plan, least_s)
             assert of_degrees <= least <= bound * (1 + 1e-12), candidate
-            assert promises.least_bytes(candidate) <= max(maker.model.memory(plan)), candidate
+            assert promises.least_bytes(candidate) <= max(maker.model.memory.of(plan)), candidate
             checked, tightest = checked + 1, max(tightest, least / bound)
     assert checked > 100
     nodes = maker.model.cluster.nodes
@@ -76,7 +76,7 @@ def _met(search: Search) -> int:
 def test_every_algorithm_finds_a_plan_if_any_fits(seed):
     """With looks at a tenth of the space, and hardly more memory than the leanest of its plans needs."""
     domain, maker = random_case(seed, **AXES)
-    leanest = min(max(maker.model.memory(plan)) for plan in _plans(domain, maker))
+    leanest = min(max(maker.model.memory.of(plan)) for plan in _plans(domain, maker))
     nodes = (
         replace(node, accelerator=replace(node.accelerator, memory_bytes=1.01 * leanest))
         for node in domain.cluster.nodes

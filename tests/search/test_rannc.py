@@ -64,7 +64,7 @@ def test_a_plan_that_is_short_of_memory_is_refused():
 def test_activations_count_in_the_precision_of_training():
     """Memory that is enough for half precision, but not for activations of twice as many bytes."""
     single, model = searched(10**9, "float16")
-    needed = max(model.memory(single))
+    needed = max(model.memory.of(single))
     assert single.pp == 1
     half, _ = searched(1.01 * needed, "float16")
     whole, _ = searched(1.01 * needed, "float32")

@@ -217,7 +217,7 @@ def test_effects_of_sharding_the_optimizer_and_of_early_syncs():
     sharded = maker.unlimited(replace(candidate, shard_optimizer=True))
     assert sharded == replace(plan, shard_optimizer=True)
     optimizer = model.training.master_bytes + 8
-    for before, after, ranks in zip(model.memory(plan), model.memory(sharded), plan.placement, strict=True):
+    for before, after, ranks in zip(model.memory.of(plan), model.memory.of(sharded), plan.placement, strict=True):
         assert len(ranks) == 2
         own = [model._work.elements(plan, stage.operations) for stage in plan.stages]
         assert 0.4 * optimizer * min(own) < before - after < 1.1 * optimizer * sum(own)

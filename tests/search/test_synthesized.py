@@ -84,10 +84,10 @@ def test_a_found_order_beats_the_schedules_by_rule():
 @pytest.mark.parametrize("recompute", ["none", "auto"])
 def test_a_found_order_fits_where_others_do_not(recompute):
     _, maker = case()
-    whole = maker.model.memory(maker.plan(replace(CANDIDATE, schedule="1f1b")))
+    whole = maker.model.memory.of(maker.plan(replace(CANDIDATE, schedule="1f1b")))
     _, maker = case(memory=0.7 * max(whole))
     plan = maker.plan(replace(CANDIDATE, recompute=recompute))
-    assert max(maker.model.memory(plan)) <= 0.7 * max(whole)
+    assert max(maker.model.memory.of(plan)) <= 0.7 * max(whole)
     assert all(maker.model.seconds(plan) <= maker.model.seconds(one) for one in fitting(maker, recompute=recompute))
 
 
@@ -105,7 +105,7 @@ def test_it_is_never_slower_than_any_schedule_by_rule(model, fraction, sync):
     """However short the search: of all that fit the same memory and recompute as it may, some with kept parts."""
     one = replace(CANDIDATE, pp=model["devices"], sync=sync)
     _, roomy = case(**model)
-    memory = fraction * max(roomy.model.memory(roomy.plan(replace(one, schedule="1f1b"))))
+    memory = fraction * max(roomy.model.memory.of(roomy.plan(replace(one, schedule="1f1b"))))
     _, maker = case(**model, memory=memory, seconds=0.02)
     choices = {"pp": one.pp, "sync": sync}
     by_rule = {each: fitting(maker, SYNCHRONOUS, recompute=each, **choices) for each in ("none", "full", "auto")}
@@ -113,14 +113,14 @@ def test_it_is_never_slower_than_any_schedule_by_rule(model, fraction, sync):
     for recompute, allowed in (("none", ["none"]), ("auto", ["none", "full", "auto"])):
         if seconds := [maker.model.seconds(each) for kind in allowed for each in by_rule[kind]]:
             plan = maker.plan(replace(one, recompute=recompute))
-            assert max(maker.model.memory(plan)) <= memory
+            assert max(maker.model.memory.of(plan)) <= memory
             assert maker.model.seconds(plan) <= min(seconds)
 
 
 def test_a_search_that_may_recompute_also_seeks_orders_that_do_not():
     """The bytes of recomputation count where it is allowed: beside them, the best order without it would not fit."""
     _, roomy = case()
-    memory = 0.95 * max(roomy.model.memory(roomy.plan(replace(CANDIDATE, schedule="1f1b"))))
+    memory = 0.95 * max(roomy.model.memory.of(roomy.plan(replace(CANDIDATE, schedule="1f1b"))))
     seconds = {"none": 1.0, "auto": 4.0}  # auto also seeks orders that recompute, which takes longer
     makers = {each: case(memory=memory, seconds=seconds[each])[1] for each in seconds}
     none, auto = (makers[each].model.seconds(makers[each].plan(replace(CANDIDATE, recompute=each))) for each in makers)
@@ -154,12 +154,12 @@ def test_the_problem_of_a_plan_has_its_times_and_its_memory():
     for name in BY_RULE:
         for recompute in ("none", "full", 0.5)[: 1 + 2 * ("recompute" in SCHEDULES[name].options)]:
             plan = maker.unlimited(replace(CANDIDATE, schedule=name, recompute=recompute))
-            schedule, needed = schedule_of(plan), max(maker.model.memory(plan))
+            schedule, needed = schedule_of(plan), max(maker.model.memory.of(plan))
             _, tight = case(memory=needed)
             problem = problem_of(plan, tight.model)
             assert simulate(schedule, problem.costs).makespan == pytest.approx(maker.model.seconds(plan))
             for device, (held, free) in enumerate(zip(peaks(problem, schedule), problem.free, strict=True)):
-                memory = maker.model.memory(plan)[device]
+                memory = maker.model.memory.of(plan)[device]
                 assert held + needed - free >= memory * (1 - 1e-9), (name, recompute, device)
                 assert held + needed - free <= memory * 1.35, (name, recompute, device)
 

@@ -96,7 +96,7 @@ def of_model(recipe_name: str, devices: int, *, fine: int, tp: int, samples: int
         activation=problem.activation,
         kept=problem.kept,
         deferred=problem.deferred,
-        weights=model.memory_beside_activations(plan),
+        weights=model.memory.beside_activations(plan),
         memory=(inf,) * devices,
     )
 

@@ -165,4 +165,4 @@ def _ours(formulas: Formulas, depth: int) -> Iterator[tuple[str, float]]:
         placement=place_ranks(dp=1, pp=depth, tp=1),
         seed=0,
     )
-    yield "peak_mib", max(model.memory(plan)) / MIB
+    yield "peak_mib", max(model.memory.of(plan)) / MIB

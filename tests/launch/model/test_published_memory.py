@@ -21,7 +21,7 @@ def predicted(name: str, row: Mapping[str, str]) -> tuple[float, ...]:
     renamed = recipe.values.prediction.columns
     (planned,) = plan_rows(recipe, [{renamed.get(key, key): value for key, value in row.items()}])
     assert planned.plan is not None, planned.problem
-    return planned.model.memory(planned.plan)
+    return planned.model.memory.of(planned.plan)
 
 
 def test_every_rank_of_megatron_lm_on_b200():

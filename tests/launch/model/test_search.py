@@ -83,6 +83,6 @@ def test_no_plan_of_a_recipe_needs_less_than_its_candidate_promises(name):
         except InputError:
             continue
         assert promises.least_s(candidate) <= bound * (1 + 1e-9), candidate
-        assert promises.least_bytes(candidate) <= max(maker.model.memory(plan)) * (1 + 1e-9), candidate
+        assert promises.least_bytes(candidate) <= max(maker.model.memory.of(plan)) * (1 + 1e-9), candidate
         checked += 1
     assert checked > 50

@@ -115,9 +115,9 @@ def test_a_detail_has_every_operation_and_its_parts_are_the_predicted_time(sched
     assert len(drawn.start) == detail.total_operations == len(computing)
     assert sum(drawn.duration) == pytest.approx(sum(timeline.end[n] - timeline.start[n] for n in computing))
     assert sum(detail.parts.values()) == pytest.approx(model.seconds(plan))
-    assert [max(curve.held) for curve in detail.memory] == pytest.approx(model.memory(plan))
+    assert [max(curve.held) for curve in detail.memory] == pytest.approx(model.memory.of(plan))
     assert all(curve.times[-1] == detail.makespan for curve in detail.memory)
-    assert detail.peaks == list(model.memory(plan))
+    assert detail.peaks == list(model.memory.of(plan))
     assert detail.capacity == [2**34] * 4
     assert {sync.stage for sync in detail.syncs} == set(range(len(plan.stages))), "two pipelines sum their gradients"
     assert max(sync.start + sync.duration for sync in detail.syncs) <= detail.makespan * (1 + 1e-9)
