@@ -15,5 +15,5 @@ from auto3d.data.interface import DataError as DataError
 from auto3d.data.interface import MicroBatches as MicroBatches
 from auto3d.data.interface import Reading as Reading
 from auto3d.data.interface import TrainingData as TrainingData
-from auto3d.data.settings import SOURCES as SOURCES
 from auto3d.data.settings import DataSettings as DataSettings
+from auto3d.data.sources import SOURCES as SOURCES

@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,12 +11,10 @@ import torch
 from auto3d.data.field import SEQUENCE_KINDS, InputField
 from auto3d.data.fingerprint import fingerprints
 from auto3d.data.interface import IGNORED, Reading, Source
+from auto3d.data.keys import DataKeys
 from auto3d.data.opening import open_source
 from auto3d.data.order import Order
 from auto3d.data.sources.own import OwnDataset
-
-if TYPE_CHECKING:
-    from auto3d.data.settings import DataSettings
 
 
 class Batches:
@@ -29,7 +26,7 @@ class Batches:
 
     def __init__(
         self,
-        settings: "DataSettings",
+        settings: DataKeys,
         *,
         seed: int,
         global_batch: int,
@@ -130,7 +127,7 @@ def _arrays(samples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray
     return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
-def order_of(settings: "DataSettings", source: Source, *, seed: int, global_batch: int) -> Order | None:
+def order_of(settings: DataKeys, source: Source, *, seed: int, global_batch: int) -> Order | None:
     """The order of the samples of ``source``; None if it has no end. Raises DataError if it is too short."""
     if source.samples is None:
         return None

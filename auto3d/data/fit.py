@@ -3,12 +3,12 @@
 from auto3d.capture.graph import Graph, GraphNode
 from auto3d.data.field import TOKEN_KINDS
 from auto3d.data.interface import DataError, Source
-from auto3d.data.settings import DataSettings
+from auto3d.data.keys import DataKeys
 
 _EMBEDDING = "aten.embedding.default"
 
 
-def check_fit(graph: Graph, data: DataSettings, source: Source) -> None:
+def check_fit(graph: Graph, data: DataKeys, source: Source) -> None:
     """Raise DataError if an input may hold an index beyond the embedding that it is looked up in.
 
     Only inputs that reach the embedding unchanged are known; what the model computes with them first is not followed.
@@ -24,7 +24,7 @@ def check_fit(graph: Graph, data: DataSettings, source: Source) -> None:
         raise DataError(f"data.inputs.{name}: {problem}, so that values must be below {rows.shape[0]}")
 
 
-def largest_values(data: DataSettings, source: Source) -> dict[str, int]:
+def largest_values(data: DataKeys, source: Source) -> dict[str, int]:
     """Inputs of integers -> the largest value that each holds, where that is known."""
     found: dict[str, int] = {}
     for name, field in data.inputs.items():

@@ -1,16 +1,13 @@
-"""Open the source of a DataSettings."""
+"""Open the source of a DataKeys."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from auto3d.data.interface import Source
+from auto3d.data.keys import DataKeys
 from auto3d.data.sources import SOURCES, TABLES, own
 
-if TYPE_CHECKING:
-    from auto3d.data.settings import DataSettings
 
-
-def open_source(settings: "DataSettings", seed: int | None = None) -> Source:
+def open_source(settings: DataKeys, seed: int | None = None) -> Source:
     """The samples of ``settings``; what code of the user's draws follows from ``seed``, if there is one.
 
     A table is read once and kept as files, for which this waits, whichever process does it; a file of tokens is

@@ -10,7 +10,7 @@ from functools import partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 from zlib import crc32
 
 import numpy as np
@@ -18,17 +18,15 @@ import numpy as np
 from auto3d.data.columns import values_of
 from auto3d.data.interface import DataError
 from auto3d.data.kept import Tick, identity_of, kept
+from auto3d.data.keys import DataKeys
 from auto3d.data.packing import Packed, Padded
 from auto3d.data.sources import TABLES
 from auto3d.data.tokenizing import open_tokenizer, tokenizer_identity
 
-if TYPE_CHECKING:
-    from auto3d.data.settings import DataSettings
-
 _TOKENS, _ENDS = "tokens", "ends"
 
 
-def open_source(settings: "DataSettings") -> "PreparedTable":
+def open_source(settings: DataKeys) -> "PreparedTable":
     """The samples of the table of ``settings``, which this process prepares unless that is done."""
     folder, about = kept(settings.cache, _identity(settings), partial(_prepare, settings), wait_s=settings.wait_s)
     return PreparedTable(settings, folder, about)
@@ -37,7 +35,7 @@ def open_source(settings: "DataSettings") -> "PreparedTable":
 class PreparedTable:
     """Samples of a prepared table: documents or windows of its tokens, or its rows."""
 
-    def __init__(self, settings: "DataSettings", folder: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, settings: DataKeys, folder: Path, about: Mapping[str, Any]) -> None:
         if not about["rows"]:
             raise DataError("files: no row has a token" if about["empty"] else "files: they have no rows")
         self._folder, self._about, self._fields = folder, about, settings.columns
@@ -91,7 +89,7 @@ def _file_of(names: list[str], column: str) -> str:
     return f"column-{names.index(column)}"
 
 
-def _identity(settings: "DataSettings") -> dict[str, Any]:
+def _identity(settings: DataKeys) -> dict[str, Any]:
     """Everything that the prepared files depend on."""
     import tokenizers
     import transformers
@@ -112,11 +110,11 @@ def _identity(settings: "DataSettings") -> dict[str, Any]:
     return identity
 
 
-def _length(settings: "DataSettings") -> int | None:
+def _length(settings: DataKeys) -> int | None:
     return settings.sequence_length if settings.packing == "padded" else None
 
 
-def _prepare(settings: "DataSettings", folder: Path, tick: Tick) -> dict[str, Any]:
+def _prepare(settings: DataKeys, folder: Path, tick: Tick) -> dict[str, Any]:
     """Write the files of the table into ``folder``."""
     tokenizer = open_tokenizer(settings.tokenizer, _length(settings)) if settings.tokenizer is not None else None
     read_rows: Callable = import_module(TABLES[settings.source]).read_rows

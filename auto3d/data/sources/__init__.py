@@ -1,4 +1,4 @@
-"""Sources of samples, one file each: ``open_source`` of a file gives the Source of a DataSettings.
+"""Sources of samples, one file each: ``open_source`` of a file gives the Source of a DataKeys.
 
 The tables among them give rows instead, from which ``auto3d.data.prepared`` makes files that all ranks map to memory.
 """
@@ -10,3 +10,4 @@ TABLES = {  # source -> the module that reads its rows
     "parquet": "auto3d.data.sources.parquet",
 }
 SOURCES = (*ENDLESS, "tokens", *TABLES)
+BYTE_VALUES = 256  # tokens of the source text

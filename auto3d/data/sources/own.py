@@ -8,20 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from auto3d.data.columns import checked
 from auto3d.data.interface import DataError
-
-if TYPE_CHECKING:
-    from auto3d.data.settings import DataSettings
+from auto3d.data.keys import DataKeys
 
 _TYPES = {"int64": "iu", "float32": "f", "bool": "b"}
 
 
-def open_source(settings: "DataSettings", seed: int | None = None) -> "OwnDataset":
+def open_source(settings: DataKeys, seed: int | None = None) -> "OwnDataset":
     """The samples of the dataset that the function of ``settings.source`` returns, whose draws follow from ``seed``."""
     module_name, _, function_name = settings.source.partition(":")
     if not module_name or not function_name:
@@ -45,7 +43,7 @@ class OwnDataset:
 
     pad = 0
 
-    def __init__(self, settings: "DataSettings", dataset: Any, samples: int) -> None:
+    def __init__(self, settings: DataKeys, dataset: Any, samples: int) -> None:
         self._dataset, self._fields, self._source = dataset, settings.columns, settings.source
         self.samples: int | None = samples
         self._last: tuple[int, Any] | None = None  # the sample that was read last: several inputs come from one

@@ -1,16 +1,12 @@
 """Random tokens."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from auto3d.data.interface import DataError
-
-if TYPE_CHECKING:
-    from auto3d.data.settings import DataSettings
+from auto3d.data.keys import DataKeys
 
 
-def open_source(settings: "DataSettings") -> "SyntheticTokens":
+def open_source(settings: DataKeys) -> "SyntheticTokens":
     return SyntheticTokens(settings)
 
 
@@ -20,7 +16,7 @@ class SyntheticTokens:
     samples = None
     pad = 0
 
-    def __init__(self, settings: "DataSettings") -> None:
+    def __init__(self, settings: DataKeys) -> None:
         self._length, self._size = settings.sequence_length + 1, settings.vocabulary_size
 
     def tokens(self, sample: int, seed: int) -> np.ndarray:

@@ -5,19 +5,15 @@ import sysconfig
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from auto3d.data.interface import DataError
-
-if TYPE_CHECKING:
-    from auto3d.data.settings import DataSettings
-
-BYTE_VALUES = 256
+from auto3d.data.keys import DataKeys
+from auto3d.data.sources import BYTE_VALUES
 
 
-def open_source(settings: "DataSettings") -> "TextWindows":
+def open_source(settings: DataKeys) -> "TextWindows":
     return TextWindows(settings)
 
 
@@ -27,7 +23,7 @@ class TextWindows:
     samples = None
     pad = 0
 
-    def __init__(self, settings: "DataSettings") -> None:
+    def __init__(self, settings: DataKeys) -> None:
         self._files, self._length = settings.files, settings.sequence_length + 1
 
     def tokens(self, sample: int, seed: int) -> np.ndarray:

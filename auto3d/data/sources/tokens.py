@@ -10,16 +10,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from auto3d.data.interface import DataError
 from auto3d.data.kept import Tick, identity_of, kept
+from auto3d.data.keys import DataKeys
 from auto3d.data.packing import Packed
-
-if TYPE_CHECKING:
-    from auto3d.data.settings import DataSettings
 
 SUFFIXES = (".npy", ".bin")
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -28,7 +26,7 @@ _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7
 _SCANNED = 1 << 22  # tokens that a scan reads at once
 
 
-def open_source(settings: "DataSettings") -> "TokenFiles":
+def open_source(settings: DataKeys) -> "TokenFiles":
     """The samples of token files, which are scanned once and then known by their size and time of modification."""
     names = files_with_indices(settings.files)
     identity = {"scan": 1, "files": identity_of(names)}
@@ -49,7 +47,7 @@ class TokenFiles:
 
     pad = 0  # no sample needs it
 
-    def __init__(self, settings: "DataSettings", scan: Mapping[str, Any]) -> None:
+    def __init__(self, settings: DataKeys, scan: Mapping[str, Any]) -> None:
         arrays = [partial(_mapped, name) for name in settings.files]
         length, shifted = settings.sequence_length, settings.shifted
         self._packed = Packed(arrays, scan["tokens"], length=length, shifted=shifted)
