@@ -5,10 +5,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
 from auto3d.capture.loss_terms import ScaledTerm, TargetTerm
-from auto3d.partition.segment import segments
+from auto3d.partition.segment import Segment, segments
 from auto3d.runtime.earlier_slices import SliceOfStage
+from auto3d.runtime.fast_calls import use_fast_calls
 from auto3d.runtime.halves_computation import HalvesComputation
 from auto3d.runtime.loss_scale import LossScale
 from auto3d.runtime.low_precision import copies_of, used_once
@@ -102,7 +104,7 @@ def computation_of(
     graph, targets = program.captured.graph, TargetCounts(terms)
     divided = segments(graph, program.stage, [(0, len(graph.nodes))] if kept is None else kept)
     program_of = partial(
-        segment_program,
+        _fast_program,
         captured=program.captured,
         randomness=randomness,
         deferred=deferred,
@@ -113,3 +115,9 @@ def computation_of(
     if halves:
         return HalvesComputation(program, divided, program_of, randomness=randomness, targets=targets)
     return SegmentComputation(program, divided, program_of, randomness=randomness, targets=targets)
+
+
+def _fast_program(segment: Segment, **options: Any) -> tuple[fx.GraphModule, list[str], list[str]]:
+    """``segment_program``, called as fast as the host can; a compiled program has its own calls."""
+    module, state, values = segment_program(segment, **options)
+    return module if options.get("compile") else use_fast_calls(module), state, values

@@ -59,6 +59,9 @@ class _Segment:
     def run(self, state: Tensors, values: Tensors) -> tuple[list[torch.Tensor], list[_Use]]:
         """The values that it gives, and its uses of the tensors that get a leaf per use, in order."""
         uses: list[_Use] = []
+        run = self._module.forward  # a call of the module itself would look for hooks, which it has none of
+        if not self._per_use:
+            return run(*map(state.__getitem__, self._state), *map(values.__getitem__, self._values)), uses
 
         def argument(tensor: torch.Tensor, name: str) -> torch.Tensor:
             if name not in self._per_use or not tensor.requires_grad:
@@ -67,7 +70,7 @@ class _Segment:
             return uses[-1].leaf
 
         from_state = [argument(state[name], name) for name in self._state]
-        return self._module(*from_state, *(argument(values[name], name) for name in self._values)), uses
+        return run(*from_state, *(argument(values[name], name) for name in self._values)), uses
 
 
 class SegmentComputation:
@@ -118,7 +121,8 @@ class SegmentComputation:
         for number, segment in enumerate(self._segments):
             in_flight.old_buffers.append({} if segment.kept else segment.copy_buffers(state))
             with nullcontext() if segment.kept else no_saved_activations():
-                outputs, in_flight.uses[number] = segment.run({**state, **weights}, in_flight.values)
+                known = {**state, **weights} if weights else state
+                outputs, in_flight.uses[number] = segment.run(known, in_flight.values)
             in_flight.outputs.append(outputs if segment.kept else None)
             for name, output in zip(segment.gives, outputs, strict=True):
                 made[name] = output.detach()

@@ -18,6 +18,7 @@ from auto3d.partition.segment import Segment
 from auto3d.partition.stage import Stage
 from auto3d.runtime.compiled import compiled
 from auto3d.runtime.constants import fold_constants
+from auto3d.runtime.fast_calls import drops_nothing
 from auto3d.runtime.low_precision import UseOfCopy
 from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.target_counts import TargetCounts
@@ -130,7 +131,9 @@ def segment_program(
         }
         split = None
         number = operation_number.get(node.name, -1)  # a conversion has no number: it draws nothing
-        if derived is not None and (replaced := derived.module_of(node, number, randomness)) is not None:
+        if drops_nothing(node):
+            pass  # it draws nothing, so nothing seeds it
+        elif derived is not None and (replaced := derived.module_of(node, number, randomness)) is not None:
             modules[node.name] = replaced
         elif is_random(node):
             modules[node.name] = SeededOperation(node.target, number, randomness)

@@ -6,6 +6,7 @@ its collective through a TensorGroup, whose collectives begin and end separately
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import fx, nn
 
 from auto3d.capture.shard import Shard, joined
 from auto3d.derived.model import Derived
+from auto3d.runtime.even_split import even_split
 from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import waiting_for
@@ -150,10 +152,13 @@ class ConversionModule(nn.Module):
 
     def __init__(self, conversion: Conversion, split: Split | None, group: TensorGroup, what: str) -> None:
         super().__init__()
+        self._keeps = conversion.name == "spread" and group.shard == 0
         self._forward = forward_action(conversion, split, group, what)
         self._backward = backward_action(conversion, split, group, f"the gradient of {what}")
 
     def forward(self, value: torch.Tensor, *_: Any) -> torch.Tensor:
+        if self._keeps:  # its gradient, too
+            return value
         return _Converted.apply(value, self._forward, self._backward)
 
 
@@ -205,9 +210,12 @@ def _collective(collective: Collective, split: Split | None, group: TensorGroup,
         # gradient may be that of another value, too.
         return lambda value: group.all_reduce(value.clone(memory_format=torch.contiguous_format), what)
     assert split is not None
+    even = even_split(split, group.shards)
     if collective is Collective.ALL_GATHER:
-        return lambda value: _then(group.all_gather(value.contiguous(), what), lambda all: _joined(all, split))
-    return lambda value: group.reduce_scatter(_stacked(value, split, group.shards), what)
+        join = partial(_joined, split=split) if even is None else even.joined
+        return lambda value: _then(group.all_gather(value.contiguous(), what), join)
+    stack = partial(_stacked, split=split, shards=group.shards) if even is None else even.stacked
+    return lambda value: group.reduce_scatter(stack(value), what)
 
 
 def _then(pending: Pending, change: Callable[[torch.Tensor], torch.Tensor]) -> Pending:
@@ -215,27 +223,27 @@ def _then(pending: Pending, change: Callable[[torch.Tensor], torch.Tensor]) -> P
 
 
 def _slice(split: Split, group: TensorGroup) -> Action:
-    shard = Shard(split, group.shard, group.shards)
-    return lambda value: lambda: shard.of(value)
+    even, shard = even_split(split, group.shards), Shard(split, group.shard, group.shards)
+    of = shard.of if even is None else partial(even.of, shard=group.shard)
+    return lambda value: lambda: of(value)
 
 
 def _padded(split: Split, group: TensorGroup) -> Action:
     """The gradient of the whole value, which is zero outside of this rank's shard."""
-    shard = Shard(split, group.shard, group.shards)
+    even, shard = even_split(split, group.shards), Shard(split, group.shard, group.shards)
+    put_back = shard.put_back if even is None else partial(even.put_back, group.shard)
 
     def padded(gradient: torch.Tensor) -> Pending:
         shape = [split.size if dim == split.dim else size for dim, size in enumerate(gradient.shape)]
         whole = gradient.new_zeros(shape)
-        shard.put_back(gradient, whole)
+        put_back(gradient, whole)
         return lambda: whole
 
     return padded
 
 
 def _joined(stacked: torch.Tensor, split: Split) -> torch.Tensor:
-    """The whole tensor of the shards ``stacked``, [shards, …]; without a copy where they follow one another."""
-    if split.dim == 0 and len(split.blocks) == 1 and not split.padding(len(stacked)):
-        return stacked.flatten(0, 1)
+    """The whole tensor of the shards ``stacked``, [shards, …]."""
     return joined(stacked.unbind(), split)
 
 

@@ -90,13 +90,15 @@ class WeightVersions:
     @torch.no_grad()
     def _copy(self, leaves: dict[str, torch.Tensor]) -> None:
         """Make the low-precision copies of the parameters ``leaves`` and add them, in the memory of old ones if any."""
+        if self._copies.keys() <= leaves.keys():
+            torch._foreach_copy_(
+                [leaves[name] for name in self._copies], [leaves[parameter] for parameter, _ in self._copies.values()]
+            )
+            return
         for name, (parameter, dtype) in self._copies.items():
-            if name in leaves:
-                leaves[name].copy_(leaves[parameter])
-            else:
-                leaves[name] = leaves[parameter].to(dtype)
-                if name in self._leaf_copies:
-                    leaves[name].requires_grad_().register_post_accumulate_grad_hook(_adds_to(leaves[parameter]))
+            leaves[name] = leaves[parameter].to(dtype)
+            if name in self._leaf_copies:
+                leaves[name].requires_grad_().register_post_accumulate_grad_hook(_adds_to(leaves[parameter]))
 
     def _new_leaves(self) -> dict[str, torch.Tensor]:
         return {

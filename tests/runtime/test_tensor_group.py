@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from auto3d.capture.shard import Shard, joined
+from auto3d.runtime.even_split import even_split
 from auto3d.runtime.lockstep import Lockstep
 from auto3d.runtime.tensor_group import ConversionModule, VocabularyCrossEntropy, VocabularyEmbedding
 from auto3d.tensor.collectives import CONVERSIONS, Conversion
@@ -34,6 +35,36 @@ def test_shards_make_up_the_whole_tensor(split, shards):
     for each, part in zip(cut, parts, strict=True):
         each.put_back(part, again)
     assert torch.equal(again, whole)
+
+
+@pytest.mark.parametrize("shards", SHARDS)
+@pytest.mark.parametrize(
+    "split", [Split(0, (12,)), Split(1, (12,)), Split(1, (12, 12)), Split(2, (24, 24, 24))], ids=str
+)
+def test_even_shards_are_those_that_go_run_by_run(split, shards):
+    shape = [4, 5, 6, 7]
+    shape[split.dim] = split.size
+    whole = torch.randn(shape).transpose(0, 3).contiguous().transpose(0, 3)
+    cut = [Shard(split, number, shards) for number in range(shards)]
+    even = even_split(split, shards)
+    parts = [even.of(whole, number) for number in range(shards)]
+    assert all(part.is_contiguous() for part in parts)
+    assert all(torch.equal(part, each.of(whole)) for part, each in zip(parts, cut, strict=True))
+    stacked = even.stacked(whole)
+    assert stacked.is_contiguous()
+    assert stacked.data_ptr() != whole.data_ptr()
+    assert torch.equal(stacked, torch.stack(parts))
+    assert torch.equal(even.joined(stacked), joined(parts, split))
+    assert even.joined(stacked).is_contiguous()
+    again = torch.zeros_like(whole)
+    for number, part in enumerate(parts):
+        even.put_back(number, part, again)
+    assert torch.equal(again, whole)
+
+
+@pytest.mark.parametrize("split", [Split(0, (10,)), Split(1, (12, 24, 12)), Split(1, (1,))], ids=str)
+def test_other_shards_go_run_by_run(split):
+    assert even_split(split, 4) is None
 
 
 def placed(kind: Kind, whole: torch.Tensor, split: Split | None, shard: int, shards: int) -> torch.Tensor:
