@@ -28,22 +28,24 @@ class EvenSplit:
 
     def stacked(self, whole: torch.Tensor) -> torch.Tensor:
         """All shards of ``whole``, [shards, …], contiguous, in new memory."""
-        pieces = self._pieces(whole)
-        shards = pieces.permute(self.dim + 1, *(dim for dim in range(pieces.dim()) if dim != self.dim + 1))
-        return shards.clone(memory_format=torch.contiguous_format).view(self.shards, *self._local(whole))
+        if self.blocks == 1:
+            return torch.stack(whole.chunk(self.shards, self.dim))
+        shards = self._pieces(whole).movedim(self.dim + 1, 0).clone(memory_format=torch.contiguous_format)
+        return shards.view((self.shards, *self._local(whole)))
 
     def joined(self, stacked: torch.Tensor) -> torch.Tensor:
         """The whole tensor of its shards, [shards, …]; in new memory unless they follow one another."""
-        before, after = stacked.shape[1 : 1 + self.dim], stacked.shape[2 + self.dim :]
-        pieces = stacked.view(self.shards, *before, self.blocks, self.piece, *after)
-        dims = [*range(1, pieces.dim())]
-        dims.insert(self.dim + 1, 0)
-        return pieces.permute(dims).reshape(*before, self.blocks * self.shards * self.piece, *after)
+        if self.blocks == 1:
+            return stacked.flatten(0, 1) if self.dim == 0 else torch.cat(stacked.unbind(), self.dim)
+        dim, shape = self.dim, stacked.shape[1:]
+        before, after = shape[:dim], shape[dim + 1 :]
+        pieces = stacked.view((self.shards, *before, self.blocks, self.piece, *after)).movedim(0, dim + 1)
+        return pieces.reshape((*before, self.blocks * self.shards * self.piece, *after))
 
     def _pieces(self, whole: torch.Tensor) -> torch.Tensor:
         """A view of ``whole``: [… blocks, shards, piece …]."""
         shape = whole.shape
-        return whole.view(*shape[: self.dim], self.blocks, self.shards, self.piece, *shape[self.dim + 1 :])
+        return whole.view((*shape[: self.dim], self.blocks, self.shards, self.piece, *shape[self.dim + 1 :]))
 
     def _local(self, whole: torch.Tensor) -> tuple[int, ...]:
         return (*whole.shape[: self.dim], self.blocks * self.piece, *whole.shape[self.dim + 1 :])

@@ -159,7 +159,7 @@ class ConversionModule(nn.Module):
     def forward(self, value: torch.Tensor, *_: Any) -> torch.Tensor:
         if self._keeps:  # its gradient, too
             return value
-        return _Converted.apply(value, self._forward, self._backward)
+        return _convert(value, self._forward, self._backward)
 
 
 class _Converted(torch.autograd.Function):
@@ -173,6 +173,10 @@ class _Converted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         return ctx.action(gradient)(), None, None
+
+
+# Function.apply without what it does for functorch, which takes as long as the rest.
+_convert = super(torch.autograd.Function, _Converted).apply
 
 
 def forward_action(conversion: Conversion, split: Split | None, group: TensorGroup, what: str) -> Action:

@@ -40,8 +40,8 @@ CPU = torch.device("cpu")
 FEWER, MORE = 2, 10  # layers
 SAMPLES, SEQUENCE, WIDTH, VOCABULARY = 2, 4, 8, 16
 TOKENS = replace(LONGER, sequence_length=SEQUENCE, vocabulary_size=VOCABULARY)
-MICRO_BATCHES = 4
-WARM_UP, REPETITIONS = 3, 30
+MICRO_BATCHES = 2
+WARM_UP, REPETITIONS = 3, 25
 
 
 @dataclass(frozen=True)
