@@ -115,6 +115,24 @@ class Residual(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden), label)
 
 
+class Guided(nn.Module):
+    """Inputs of the later layers are larger than all activations: a hint for the third, and the targets of the loss."""
+
+    def __init__(self, width: int = 32, hint: int = 4096, targets: int = 8192) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size, width) for size in (16, width, width, width))
+        self.pool = nn.AvgPool1d(hint // width)
+        self.spread = targets // width
+
+    def forward(self, features: torch.Tensor, hint: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden = features
+        for number, layer in enumerate(self.layers):
+            hidden = nn.functional.gelu(layer(hidden))
+            if number == 2:
+                hidden = hidden + self.pool(hint)
+        return (targets.unflatten(1, (-1, self.spread)).mean(2) - hidden).square().mean()
+
+
 class Reused(nn.Sequential):
     """Layers used in two orders, a random operator of two results, names such as 0.weight and ``input``."""
 
@@ -238,6 +256,13 @@ FEATURES = DataSettings(
     vocabulary_size=2,
     inputs={"features": InputField(kind="normal", shape=(16,)), "label": InputField(kind="integers", shape=(), high=4)},
 )
+GUIDED = replace(
+    FEATURES,
+    inputs={
+        name: InputField(kind="normal", shape=(size,))
+        for name, size in (("features", 16), ("hint", 4096), ("targets", 8192))
+    },
+)
 PAIRS = replace(TEXT, inputs={**TEXT.inputs, "next_sentence_label": InputField(kind="integers", high=2)})
 REUSED = replace(FEATURES, inputs={"input": FEATURES.inputs["features"], "label": FEATURES.inputs["label"]})
 IMAGES = DataSettings(
@@ -276,6 +301,7 @@ TRAINED = MODELS | {  # by the parity tests alone
     "resnet-transformers": (resnet_of_transformers, IMAGES),
     "twins": (Twins, TOKENS),
     "two-losses": (TwoLosses, TOKENS),
+    "guided": (Guided, GUIDED),
 }
 # For tensor parallelism: 4 heads, 2 of keys and values in LLaMA, and a vocabulary that neither 2 nor 4 divides. Where
 # there is dropout, it is on activations that all ranks of a group have, as those of heads are split.

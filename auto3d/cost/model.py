@@ -151,10 +151,10 @@ class CostModel:
         whole = seconds_of(shape, costs)
         none = (0.0,) * shape.stages
         without_sync = seconds_of(shape, replace(costs, sync=none))
-        silent = replace(costs, sync=none, messages=(MessageCost(),) * (shape.stages - 1))
+        silent = replace(costs, sync=none, messages=(MessageCost(),) * (shape.stages - 1), inputs=())
         without_messages = seconds_of(shape, silent)
         without_collectives = replace(
-            self.costs(plan, pipeline, collectives=False), sync=none, messages=silent.messages
+            self.costs(plan, pipeline, collectives=False), sync=none, messages=silent.messages, inputs=()
         )
         without_tensor = seconds_of(shape, without_collectives)
         compute, update = busiest(shape, without_collectives)
@@ -225,6 +225,10 @@ class CostModel:
             for number in (boundary, boundary + 1):
                 forward[number] = [time + handling for time in forward[number]]
                 backward[number] = [time + handling for time in backward[number]]
+        if self._has_handling:
+            of_inputs = self._messages.input_handling_s(plan, shape, pipeline, traffic)
+            for number, handling in enumerate((sum(of_inputs), *of_inputs[1:])):
+                forward[number] = [time + handling for time in forward[number]] if handling else forward[number]
         kinds = [traffic.accelerator((device,), pipeline) for device in range(shape.devices)]
         whole = tuple(map(sum, backward))
         weight = tuple(sum(one.weight for one in each) for each in passes)
@@ -241,6 +245,7 @@ class CostModel:
                 self._messages.cost(plan, shape, boundary, pipeline, traffic)
                 for boundary in range(len(plan.stages) - 1)
             ),
+            inputs=self._messages.inputs_s(plan, shape, pipeline, traffic),
             speed=(1.0,) * shape.devices,
             overlap=self.training.overlap,
             shared_machines=self._sharing(plan) if self._has_slowdown else (),

@@ -10,8 +10,8 @@ from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic, Route
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.plan import Plan
-from auto3d.schedule.shape import Shape, shares_of
-from auto3d.share import Share
+from auto3d.schedule.shape import Shape, has_one_reader, shares_of
+from auto3d.share import Share, share_of
 from auto3d.simulate.costs import MessageCost
 from auto3d.tensor.conversions import Collective
 
@@ -33,7 +33,48 @@ class StageMessages:
         seconds = shape.parts * sent / _bandwidth(routes)
         if gathered:
             seconds += traffic.tensor[target, pipeline].seconds(Collective.ALL_GATHER, shape.parts * gathered)
-        return MessageCost(latency=max([route.link.latency_s for route in routes]), forward=seconds, backward=seconds)
+        latency = max([route.link.latency_s for route in routes])
+        inputs = self.input_bytes(plan, shape, 1) if boundary == 0 else 0.0
+        forward = seconds + shape.parts * inputs / _bandwidth(routes) if inputs else seconds
+        return MessageCost(latency=latency, forward=forward, backward=seconds)
+
+    def input_bytes(self, plan: Plan, shape: Shape, stage: int) -> float:
+        """Bytes of the inputs of a part of a micro-batch that stage 0 reads for ``stage``; 0: it reads none for it."""
+        if stage == 0 or not self._training.read_once or not has_one_reader(plan, shape):
+            return 0.0
+        return self._work.tables(plan.micro_batch_size // shape.sample_parts, share_of(plan)).inputs(
+            plan.stages[stage].operations
+        )
+
+    def inputs_s(self, plan: Plan, shape: Shape, pipeline: int, traffic: PlacedTraffic) -> tuple[float, ...]:
+        """Seconds of the messages of inputs from stage 0, as ``Costs.inputs`` has them."""
+        sizes = [self.input_bytes(plan, shape, stage) for stage in range(shape.stages)]
+        if not any(sizes[2:]):
+            return ()
+        found = [0.0, 0.0]
+        for stage, size in enumerate(sizes[2:], 2):
+            source, target = shape.device_of[0, 0], shape.device_of[stage, 0]
+            if source == target or not size:
+                found.append(0.0)
+                continue
+            routes = traffic.routes(source, target, pipeline)
+            found.append(max(route.link.latency_s for route in routes) + size / _bandwidth(routes))
+        return tuple(found)
+
+    def input_handling_s(self, plan: Plan, shape: Shape, pipeline: int, traffic: PlacedTraffic) -> tuple[float, ...]:
+        """Seconds of compute that the messages of ``inputs_s`` cost their receivers, per stage, and as many stage 0.
+
+        Inputs of stage 1 count by their bytes alone: they come with its activations.
+        """
+        found = [0.0]
+        for stage in range(1, shape.stages):
+            size = self.input_bytes(plan, shape, stage)
+            source, target = shape.device_of[0, 0], shape.device_of[stage, 0]
+            nodes = {self._cluster.node_of[traffic.ranks(device, pipeline)[0]] for device in (source, target)}
+            each, per_byte = self._cluster.nodes[min(nodes)].handling
+            is_handled = size and source != target and len(nodes) == 1
+            found.append(shape.parts * (each * (stage > 1) + size * per_byte) if is_handled else 0.0)
+        return tuple(found)
 
     def handling_s(self, plan: Plan, shape: Shape, boundary: int, pipeline: int, traffic: PlacedTraffic) -> float:
         """Seconds of compute that one micro-batch's message costs its sender, and as many its receiver."""

@@ -17,6 +17,7 @@ class WorkTables:
         self.work = work
         self._sums: dict[str, np.ndarray] = {}
         self.parameters = lru_cache(2**12)(self._count_parameters)  # the plans of a search have many stages in common
+        self.inputs = lru_cache(2**12)(self._count_inputs)
         self._holders = lru_cache(2**8)(self._find_holders)
 
     def blocks_of(self, operations: Sequence[tuple[int, int]]) -> int:
@@ -61,6 +62,14 @@ class WorkTables:
     def held_once(self, operations: Sequence[tuple[int, int]]) -> float:
         """Bytes of what ``Work.shared`` has for ``operations``."""
         return sum(size for size, users in self.work.shared if any(_inside(user, operations) for user in users))
+
+    def _count_inputs(self, operations: tuple[tuple[int, int], ...], others: tuple[tuple[int, int], ...] = ()) -> float:
+        """Bytes of the model's inputs that ``operations`` need, and ``others`` do not."""
+        return sum(
+            size
+            for size, users in self.work.inputs
+            if any(_inside(user, operations) for user in users) and not any(_inside(user, others) for user in users)
+        )
 
     def copied(self, operations: Sequence[tuple[int, int]]) -> float:
         """Elements of parameters of ``operations`` whose gradients the tensor-parallel ranks add up."""

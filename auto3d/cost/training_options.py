@@ -19,6 +19,7 @@ class TrainingOptions:
     sync_bytes: int = 4  # bytes per element in the gradient all-reduce
     moments: float = 2.0  # numbers that the optimizer keeps of each parameter; 0 on the device if it is offloaded
     overlap: bool = True  # messages travel while the device computes
+    read_once: bool = False  # one rank of a pipeline reads for all of its stages, where it can: see has_one_reader
     scattered_messages: bool = False
     """Each tensor-parallel rank sends a part of a value to the next stage, which gathers it, as in Megatron-LM."""
     recompute_ends: bool = True  # full recomputation includes the operations before and after the repeated blocks

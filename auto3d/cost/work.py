@@ -21,7 +21,7 @@ from auto3d.cost.system_bytes import norms_of, system_bytes
 from auto3d.cost.system_times import OWN
 from auto3d.cost.systems import System
 from auto3d.derived.local_graph import LocalGraph
-from auto3d.partition.stage import crossing_bytes
+from auto3d.partition.stage import crossing_bytes, input_users
 from auto3d.share import Share
 from auto3d.tensor.conversions import Collective, Conversion, conversion_of
 
@@ -98,6 +98,8 @@ class Work:
     shared: tuple[tuple[float, tuple[int, ...]], ...] = ()
     """(bytes, positions) of each tensor beside state that a stage holds once if it runs any of the positions: buffers
     of another system, or what depends on no data and is computed once, such as a causal mask."""
+    inputs: tuple[tuple[float, frozenset[int]], ...] = ()
+    """(bytes, positions of its users, as ``input_users`` has them) of each input of the model; empty: unknown."""
     backward_rate: float = 1.0  # FLOP/s of the products of a backward, relative to a forward's
     shards: int = 1  # tensor-parallel degree
     exchanges: tuple[TensorExchange, ...] = ()  # ordered as in the forward
@@ -119,7 +121,9 @@ class Work:
 WorkAt = Callable[[int, Share], Work]
 """Arguments: samples, and the share of their work that an operation does."""
 
-_NOT_SUMMED = ("alignment", "crossing", "repeated", "tensors", "tied", "shared", "backward_rate", "shards", "exchanges")
+_NOT_SUMMED = (
+    "alignment", "crossing", "repeated", "tensors", "tied", "shared", "inputs", "backward_rate", "shards", "exchanges",
+)  # fmt: skip
 _CONSTANT = ("products", "backward_products", "launches", "backward_launches", "parameters", "copied", "blocks")
 SUMMED = tuple(item.name for item in fields(Work) if item.name not in _NOT_SUMMED)
 
@@ -307,6 +311,7 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, s
         tensors=tensors,
         tied=tuple((elements[name], tuple(positions)) for name, positions in users.items() if len(positions) > 1),
         shared=shared,
+        inputs=tuple((float(graph.inputs[name].bytes), users) for name, users in input_users(graph).items() if users),
         backward_rate=times.eager_backward if eager else 1.0,
     )
 

@@ -120,6 +120,22 @@ def _spans_of(graph: Graph, spans: Sequence[tuple[int, int]], names: set[str]) -
     return tuple(found)
 
 
+def input_users(graph: Graph) -> dict[str, frozenset[int]]:
+    """Input of the model -> positions of the operations whose stages need it.
+
+    They read it, or what depends on inputs alone and is made of it: each stage makes that again.
+    """
+    found: dict[str, set[int]] = {name: set() for name in graph.inputs}
+    made_of: dict[str, set[str]] = {name: {name} for name in graph.inputs}  # input, or value made of inputs alone
+    for position, node in enumerate(graph.nodes):
+        inputs = set[str]().union(*(made_of.get(name, ()) for name in node.reads))
+        for name in inputs:
+            found[name].add(position)
+        if node.from_inputs:
+            made_of.update((value.name, inputs) for value in node.outputs)
+    return {name: frozenset(positions) for name, positions in found.items()}
+
+
 def cut(graph: Graph, stages: Sequence[StagePlan], *, read_once: bool = False) -> tuple[Stage, ...]:
     """The stages of ``graph`` that ``stages`` describes.
 
@@ -137,11 +153,7 @@ def cut(graph: Graph, stages: Sequence[StagePlan], *, read_once: bool = False) -
         while pending:
             for name in graph.nodes[pending.pop()].reads:
                 maker = graph.producer.get(name)
-                if maker is None:
-                    if read_once and index > 0:
-                        received[index][name] = 0
-                    continue
-                if maker in needed[index]:
+                if maker is None or maker in needed[index]:
                     continue
                 if graph.nodes[maker].from_inputs:
                     needed[index].add(maker)
@@ -152,6 +164,10 @@ def cut(graph: Graph, stages: Sequence[StagePlan], *, read_once: bool = False) -
                         later = stage_of[maker]
                         raise PlanError(f"stages: stage {index} uses {name}, which the later stage {later} makes")
 
+    for name, users in input_users(graph).items() if read_once else ():
+        for index, positions in enumerate(needed):
+            if index > 0 and not users.isdisjoint(positions):
+                received[index][name] = 0
     inputs = {name: replace(value, differentiable=False) for name, value in graph.inputs.items()}
     place = {name: number - len(inputs) for number, name in enumerate(inputs)} | graph.producer
     transfers = [

@@ -30,6 +30,7 @@ from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.schedule.combinations import COMPILED, EMULATED, SPLIT_BACKWARD, Feature, check_together, divisions_of
 from auto3d.schedule.operation import Kind, Schedule
 from auto3d.schedule.program import PipeStage
+from auto3d.schedule.shape import has_one_reader
 from auto3d.tensor_placement import WHOLE, PlacementKind, TensorPlacement
 
 
@@ -233,9 +234,7 @@ def lay_out_plan(
     first = schedules[0]
     check_together(_features(plan, settings, first))
     replicas = replicas_of_devices(plan, first)
-    readers = {device for (stage, _), device in first.device_of.items() if stage == 0}
-    is_one = len(readers) == 1 and plan.tp == max(replicas) == first.slices == 1
-    read_once = read_once and is_one and settings.emulation is None
+    read_once = read_once and has_one_reader(plan, first) and settings.emulation is None
     stages = stages_of(captured, plan, read_once=read_once)
     check_trainable(first, stages, captured.graph.trained, clip_norm=settings.optimizer.clip_norm)
     check_carried_buffers(captured.graph, plan, first, stages)

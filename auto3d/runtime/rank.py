@@ -1,7 +1,7 @@
 """One rank of a plan, built in order: layout, programs, process groups, state, stages, optimizers, executor."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -340,12 +340,15 @@ def programs_of(layout: RankLayout) -> tuple[Program, ...]:
 
 def _predicted_memory(common: PlanLayout) -> tuple[DeviceMemory, ...]:
     """The estimate for each pipeline device, from the Graphs that its ranks run."""
-    return predicted_memory(common.captured, common.plan, common.settings)
+    return predicted_memory(common.captured, common.plan, common.settings, read_once=common.read_once)
 
 
-def predicted_memory(captured: CapturedModel, plan: Plan, settings: TrainingSettings) -> tuple[DeviceMemory, ...]:
+def predicted_memory(
+    captured: CapturedModel, plan: Plan, settings: TrainingSettings, *, read_once: bool = False
+) -> tuple[DeviceMemory, ...]:
     """The estimate for each pipeline device of ``plan``, from the Graphs that its ranks run of ``captured``."""
     options = memory_options(settings.optimizer, settings.device, captured.graph.precision, lambda: captured.graph)
+    options = replace(options, read_once=read_once)
     program = rank_program(captured, plan, 1)
     if program.derived is not None and program.derived.share.slices > 1:
         graphs, whole = list(local_graphs(program.derived)), _work_of(captured.graph)

@@ -103,6 +103,7 @@ class SegmentComputation:
             _Segment(segment, graph.written_buffers, per_use, program_of(segment, per_user=per_use))
             for segment in divided
         ]
+        self._taken = {name for segment in divided for name in segment.takes}  # other inputs it only sends onward
         between = {name for segment in divided for name in segment.gives}
         self._between = {  # value that passes between segments -> whether it has a gradient
             name: _has_gradient(graph, name) for segment in divided for name in segment.takes if name in between
@@ -113,7 +114,8 @@ class SegmentComputation:
     def forward(self, micro_batch: int, state: Tensors, taken: Tensors) -> Tensors:
         leaves = {name: taken[name].detach().requires_grad_(follows) for name, follows in self._received}
         weights = {name: new_leaf(state[name]) for name in self._common_weights}
-        in_flight = _InFlight(state, leaves, {**taken, **leaves}, [], [], weights, {})
+        values = {name: tensor for name, tensor in {**taken, **leaves}.items() if name in self._taken}
+        in_flight = _InFlight(state, leaves, values, [], [], weights, {})
         if torch.is_grad_enabled():
             self._in_flight[micro_batch] = in_flight
         self._randomness.micro_batch = micro_batch

@@ -1,12 +1,13 @@
 """What a pipeline device holds at each operation of its schedule, counted without times: micro-batches and messages.
 
-Messages go between neighbouring stages. Receives are posted as ``auto3d.schedule.lowering`` posts them. A sent
+Messages go between neighbouring stages; where stage 0 reads for all, it also sends inputs to each of them. Receives
+are posted as ``auto3d.schedule.lowering`` posts them. A sent
 message is released when a later message of its receiver proves that the receive is posted, as there, but only messages
 that come from the receiver itself count as a proof. So this takes a search a fraction of the time of lowering.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain
@@ -28,10 +29,26 @@ COUNTS = (
     "posted_gradients",
     "sent",  # activations that are sent and not released
     "sent_gradients",
+    # Of inputs that stage 0 has read for other stages:
+    "posted_inputs",  # messages whose receive is posted, for later forwards; on stage 0's device, from the read on
+    "sent_inputs",  # micro-batches of stage 0 that are read, with a message to another device that is not released
 )
 """What is counted of each stage of a device."""
 
-_IN_FLIGHT, _RECOMPUTED, _DEFERRED, _SLICE_GRADIENTS, _GRADIENTS, _OLDER, _POSTED, _, _SENT, _ = range(len(COUNTS))
+(
+    _IN_FLIGHT,
+    _RECOMPUTED,
+    _DEFERRED,
+    _SLICE_GRADIENTS,
+    _GRADIENTS,
+    _OLDER,
+    _POSTED,
+    _,
+    _SENT,
+    _,
+    _POSTED_INPUTS,
+    _SENT_INPUTS,
+) = range(len(COUNTS))
 _WITH_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _MAKES_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 Key = tuple[Kind, int, bool, bool, bool]
@@ -59,24 +76,27 @@ def stages_of(schedule: Schedule | Shape, device: int) -> tuple[int, ...]:
     return tuple(sorted({stage for (stage, _), home in schedule.device_of.items() if home == device}))
 
 
-def highest_moments(shape: Shape, device: int) -> tuple[Moment, ...]:
-    """The moments of ``device`` that no other moment with the same key reaches or exceeds in every count."""
+def highest_moments(shape: Shape, device: int, *, read_once: bool = False) -> tuple[Moment, ...]:
+    """The moments of ``device`` that no other moment with the same key reaches or exceeds in every count.
+
+    If inputs are ``read_once``, stage 0 reads them for all stages.
+    """
     listing, skipped = shape.first_periods()
     if not skipped:
-        return _highest(listing, device)
+        return _highest(listing, device, read_once)
     listing_before, _ = shape.first_periods(fewer=1)
     if not shape.grows:  # one period more holds no more
-        return _repeated(without_recompute(listing_before), device)
-    before = _highest(listing_before, device)
-    if any(_keys(listing, each) != _keys(listing_before, each) for each in range(shape.devices)):
-        return _highest(shape.listing, device)
-    pairs = zip(_highest(listing, device), before, strict=True)
+        return _repeated(without_recompute(listing_before), device, read_once)
+    before = _highest(listing_before, device, read_once)
+    if any(_keys(listing, each, read_once) != _keys(listing_before, each, read_once) for each in range(shape.devices)):
+        return _highest(shape.listing, device, read_once)
+    pairs = zip(_highest(listing, device, read_once), before, strict=True)
     return tuple(_grown(one, earlier, skipped) for one, earlier in pairs)
 
 
 @lru_cache(2**14)
-def _repeated(listing: Listing, device: int) -> tuple[Moment, ...]:
-    return tuple(map(_without_numbers, _highest_of(listing, device)))
+def _repeated(listing: Listing, device: int, read_once: bool) -> tuple[Moment, ...]:
+    return tuple(map(_without_numbers, _highest_of(listing, device, read_once)))
 
 
 def _without_numbers(moment: Moment) -> Moment:
@@ -91,13 +111,13 @@ def _grown(moment: Moment, before: Moment, times: int) -> Moment:
     return replace(_without_numbers(moment), counts=counts)
 
 
-def _highest(listing: Listing, device: int) -> tuple[Moment, ...]:
-    return _highest_of(without_recompute(listing), device)
+def _highest(listing: Listing, device: int, read_once: bool) -> tuple[Moment, ...]:
+    return _highest_of(without_recompute(listing), device, read_once)
 
 
 @lru_cache(2**14)  # listings are few: shapes of many micro-batches share their first periods
-def _highest_of(listing: Listing, device: int) -> tuple[Moment, ...]:
-    table = _counted(listed(listing), device, _messages(listing))
+def _highest_of(listing: Listing, device: int, read_once: bool) -> tuple[Moment, ...]:
+    table = _counted(listed(listing), device, _messages(listing, read_once))
     groups: defaultdict[Key, dict[bytes, int]] = defaultdict(dict)  # key -> row of counts -> its first step
     rows = table.counts.astype(">i4")  # big-endian, so that their bytes have the order of the counts: none is negative
     for step, key in enumerate(table.keys):
@@ -116,18 +136,18 @@ def _not_exceeded(group: Mapping[bytes, int], counts: np.ndarray) -> list[int]:
     return found[::-1]
 
 
-def _keys(listing: Listing, device: int) -> list[Key]:
-    return [one.key for one in _highest(listing, device)]
+def _keys(listing: Listing, device: int, read_once: bool) -> list[Key]:
+    return [one.key for one in _highest(listing, device, read_once)]
 
 
 @lru_cache(8)  # a few: the moments of a schedule of many micro-batches take megabytes
-def _messages(listing: Listing) -> "_Messages":
-    return _Messages(listed(listing))
+def _messages(listing: Listing, read_once: bool) -> "_Messages":
+    return _Messages(listed(listing), read_once=read_once)
 
 
-def all_moments(schedule: Schedule) -> list[list[Moment]]:
+def all_moments(schedule: Schedule, *, read_once: bool = False) -> list[list[Moment]]:
     """Per device, one moment for each of its operations, in order."""
-    messages = _Messages(schedule)
+    messages = _Messages(schedule, read_once=read_once)
     tables = [_counted(schedule, device, messages) for device in range(schedule.devices)]
     return [list(map(table.moment, range(len(table.keys)))) for table in tables]
 
@@ -224,14 +244,14 @@ def _slice_gradients(operation: Operation, slices: int) -> tuple[int, int]:
 
 
 class _Messages:
-    """The messages between neighbouring stages: when each is posted, received, sent and released.
+    """The messages between stages: when each is posted, received, sent and released.
 
     Messages have numbers: messages of one direction, target stage and pipe follow each other by micro-batch. Steps have
     numbers among those of all devices; one more after those of each device stands for its end.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._stages = schedule.stages
+    def __init__(self, schedule: Schedule, *, read_once: bool) -> None:
+        self._stages, self._read_once = schedule.stages, read_once
         self._pipes = 1 + max(pipe for _, pipe in schedule.device_of)
         operations = [*chain.from_iterable(schedule.operations)]
         sizes = np.fromiter((len(operation.micro_batches) for operation in operations), dtype=int)
@@ -286,7 +306,8 @@ class _Messages:
         posted = np.searchsorted(device * many + places, device[target] * many + places[source])
         local = device[source] == device[target]  # such a message is held until it is used
         waits = ~local & (posted < target)
-        released = self._released(devices, device, source[~local], target[~local], posted[~local])
+        proofs = source[~local], target[~local]
+        released = self._released(devices, device, *proofs, posted[~local], proofs)
         changes = [
             (source + 1, sender, _SENT + gradient, 1),
             (target[local], sender[local], _SENT + gradient[local], -1),
@@ -294,27 +315,79 @@ class _Messages:
             (posted[waits], stage[waits], _POSTED + gradient[waits], 1),
             (target[waits], stage[waits], _POSTED + gradient[waits], -1),
         ]
+        if self._read_once and self._stages > 1:
+            changes += self._of_inputs(devices, device, places, gradient, stage, source, target)
         steps, stages, counts = (np.concatenate([each[place] for each in changes]) for place in range(3))
         amounts = np.repeat([each[3] for each in changes], [len(each[0]) for each in changes])
         order = np.argsort(steps)
         return steps[order], stages[order], counts[order], amounts[order]
 
+    def _of_inputs(
+        self,
+        devices: int,
+        device: np.ndarray,
+        places: np.ndarray,
+        gradient: np.ndarray,
+        stage: np.ndarray,
+        source: np.ndarray,
+        target: np.ndarray,
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, int]]:
+        """The changes by messages of inputs, which each forward of stage 0 sends to all other stages.
+
+        The arrays are those of ``_find_changes``; ``stage`` has the receiver of each message. Stage 0 holds what it has
+        read until the last of the messages to other devices is released, and until stages of its own device use it.
+        """
+
+        def steps(back: int, to: int, of: np.ndarray) -> np.ndarray:
+            return of[(gradient == back) & (stage == to)]
+
+        many, first, remote = len(places) + 1, steps(0, 1, source), device[source] != device[target]
+        over = first
+        for reader in range(1, self._stages):
+            used = steps(0, reader, target)
+            if device[used[0]] == device[first[0]]:
+                numbers, count = np.full(len(used), reader), np.full(len(used), _POSTED_INPUTS)
+                yield first, numbers, count, 1
+                yield used, numbers, count, -1
+                continue
+            posted = np.searchsorted(device * many + places, device[used] * many + places[first])
+            # The gradient of a micro-batch also goes back to stage 0 through other devices.
+            left, came = steps(1, reader - 1, source), steps(1, 0, target)
+            proofs = np.append(source[remote], left), np.append(target[remote], came)
+            over = np.maximum(over, self._released(devices, device, first, used, posted, proofs))
+            waits = posted < used
+            numbers, count = np.full(waits.sum(), reader), np.full(waits.sum(), _POSTED_INPUTS)
+            yield posted[waits], numbers, count, 1
+            yield used[waits], numbers, count, -1
+        zero, count = np.zeros(len(first), dtype=int), np.full(len(first), _SENT_INPUTS)
+        yield first, zero, count, 1
+        yield over, zero, count, -1
+
     def _released(
-        self, devices: int, device: np.ndarray, source: np.ndarray, target: np.ndarray, posted: np.ndarray
+        self,
+        devices: int,
+        device: np.ndarray,
+        source: np.ndarray,
+        target: np.ndarray,
+        posted: np.ndarray,
+        proofs: tuple[np.ndarray, np.ndarray],
     ) -> np.ndarray:
         """The step before which each message to another device is released by its sender.
 
-        Messages of a pair of devices are released in the order in which they are sent: once a message back proves that
-        the receive is ``posted``, or before the sender keeps more than SENT_AT_MOST of them.
+        Messages of a pair of devices are released in the order in which they are sent: once a message back, whose step
+        and whose use ``proofs`` has, proves that the receive is ``posted``, or before the sender keeps more than
+        SENT_AT_MOST of them.
         """
         many = len(device) + 1
-        pair, back = device[source] * devices + device[target], device[target] * devices + device[source]
-        told = np.argsort(back * many + target)
-        proved = np.maximum.accumulate(back[told] * many + source[told])
+        pair, (left, came) = device[source] * devices + device[target], proofs
+        back = device[came] * devices + device[left]
+        told = np.argsort(back * many + came)
+        proved = np.maximum.accumulate(back[told] * many + left[told])
         found = np.searchsorted(proved, pair * many + posted)
-        at = told[np.minimum(found, len(told) - 1)]
-        end = self._bounds[device[source] + 1] - 1
-        proof = np.where((found < len(told)) & (back[at] == pair), target[at], end)
+        end = proof = self._bounds[device[source] + 1] - 1
+        if len(told):
+            at = told[np.minimum(found, len(told) - 1)]
+            proof = np.where((found < len(told)) & (back[at] == pair), came[at], end)
         order = np.argsort(pair * many + source, kind="stable")
         pair, source, proof, end = pair[order], source[order], proof[order], end[order]
         full = end.copy()

@@ -156,6 +156,13 @@ def listed(listing: Listing) -> Schedule:
     return build_schedule(name, devices=devices, micro_batches=micro_batches, **dict(options))
 
 
+def has_one_reader(plan: Plan, schedule: Schedule | Shape) -> bool:
+    """Whether one rank of each pipeline of ``plan`` can read for all of its stages: it alone has stage 0, and has whole
+    micro-batches."""
+    readers = {device for (stage, _), device in schedule.device_of.items() if stage == 0}
+    return len(readers) == 1 and plan.tp == max(stage.replicas for stage in plan.stages) == schedule.slices == 1
+
+
 def shares_of(plan: Plan) -> tuple[Share, ...]:
     """The shares of the operations that run a micro-batch on one rank of ``plan``: one for each slice, in order."""
     slices = shape_of(plan).slices

@@ -59,6 +59,9 @@ class Costs:
     update: tuple[float, ...]
     messages: tuple[MessageCost, ...]  # messages[s] is for messages between the stages s and s + 1
     speed: tuple[float, ...]  # per device
+    # Per stage, the time of the message with the inputs that stage 0 has read for it; 0: it gets none; empty: no stage
+    # does. Stage 1 gets its inputs with its activations.
+    inputs: tuple[float, ...] = ()
     overlap: bool = True  # messages overlap compute; if False, they occupy their sender and their receiver
     shared_machines: tuple[SharedMachine, ...] = ()  # machines on which devices slow each other down
     # Per device, what all-reduces cost the compute beside them; empty: nothing.
@@ -79,6 +82,9 @@ class Costs:
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "backward_input", "backward_weight", "recompute", "sync", "update"):
             _check_times(name, getattr(self, name))
+        _check_times("inputs", self.inputs)
+        if self.by_operation and any(self.inputs):
+            raise InputError("costs: by_operation has no times for messages of inputs; leave these out")
         for name in ("exposed_forward", "exposed_backward", "exposed_recompute"):
             _check_times(name, getattr(self, name))
         for name in ("sync_start", "sync_slowdown"):
@@ -125,6 +131,7 @@ class Costs:
         lengths = dict.fromkeys(
             ("forward", "backward", "backward_input", "backward_weight", "recompute", "sync", "update"), schedule.stages
         ) | {"messages": schedule.stages - 1, "speed": schedule.devices}
+        lengths |= {"inputs": schedule.stages} if self.inputs else {}
         lengths |= {name: schedule.devices for name in ("sync_start", "sync_slowdown") if getattr(self, name)}
         for name, length in lengths.items():
             count = len(getattr(self, name))

@@ -34,7 +34,7 @@ def critical_numbers(timeline: Timeline) -> list[int]:
     before = [-1] * len(start)  # previous operation on that path
     # Messages on one link, and all-reduces of one device, run back to back in a queue: the operation that started such
     # a run decides when the last one in it ends.
-    maker = list(range(len(start)))  # operation -> operation that started the run which its message ends
+    maker = list(range(len(arrival)))  # operation -> operation that started the run which its message ends
     last_in_queue: dict[int, int] = {}  # queue -> operation whose message, or all-reduce, was the last in it
     for first, stop in timeline.spans:
         for number in range(first, stop):
@@ -42,7 +42,7 @@ def critical_numbers(timeline: Timeline) -> list[int]:
             bound = start[number] - (work.receive[number] if work.receive else 0.0) - close
             stays = number not in first_of_device and _free(timeline, number - 1) >= bound
             candidates = [number - 1] if stays else []
-            candidates += [maker[needed] for needed in work.numbered.waits[number] if arrival[needed] >= bound]
+            candidates += [maker[needed] for needed in work.waits[number] if arrival[needed] >= bound]
             best = max(candidates, key=backwards.__getitem__, default=-1)  # the first one among equals
             before[number] = best
             backwards[number] = (backwards[best] if best >= 0 else 0) + (timeline.operations[number].kind in BACKWARDS)
@@ -51,6 +51,12 @@ def critical_numbers(timeline: Timeline) -> list[int]:
                 if arrival[number] - after > timeline.end[number] - lead + close:
                     maker[number] = maker[last_in_queue[queue]]
                 last_in_queue[queue] = number
+            for message in work.inputs.get(number, ()):
+                maker[message.number] = number
+                if timeline.costs.overlap:
+                    if arrival[message.number] - message.time > timeline.end[number] - message.lead + close:
+                        maker[message.number] = maker[last_in_queue[message.link]]
+                    last_in_queue[message.link] = message.number
     last = max(
         (n for n in range(len(start)) if max(timeline.end[n], _sync_end(timeline, n)) >= timeline.makespan - close),
         key=lambda number: (backwards[number], number),
@@ -67,7 +73,10 @@ def critical_numbers(timeline: Timeline) -> list[int]:
 def _free(timeline: Timeline, number: int) -> float:
     """The time at which the device of the operation is free for the next one."""
     _, after, link, _ = timeline.work.steps[number]
-    return timeline.end[number] + (after if link >= 0 and not timeline.costs.overlap else 0.0)
+    if timeline.costs.overlap:
+        return timeline.end[number]
+    inputs = sum(message.time for message in timeline.work.inputs.get(number, ()))
+    return timeline.end[number] + (after if link >= 0 else 0.0) + inputs
 
 
 def _sync_end(timeline: Timeline, number: int) -> float:

@@ -8,7 +8,7 @@ from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.operation import Operation, Schedule
 from auto3d.simulate.costs import Costs
 from auto3d.simulate.slowed import run_slowed
-from auto3d.simulate.work import DeviceWork, NumberedSchedule, lay_out, sync_groups
+from auto3d.simulate.work import DeviceWork, lay_out, sync_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,9 @@ class Timeline:
     work: DeviceWork
     start: list[float]
     end: list[float]
-    arrival: list[float]  # when the message has reached the next device; for an S: when its all-reduce has ended
+    arrival: list[float]
+    """When the message has reached the next device; for an S: when its all-reduce has ended. Those of messages of
+    inputs come after those of all operations."""
     spans: list[tuple[int, int]]  # (first, stop) of runs of operations of one device, in an order that could be run
 
     @property
@@ -69,6 +71,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
     - Messages from one device to another queue in the order in which they are sent. An operation on several
       micro-batches sends each of them as soon as it is done; all have arrived when the last one has.
+    - The messages by which stage 0 sends inputs to other stages follow its activations, each on the link to its device.
     - If messages do not overlap compute, a message occupies its sender from the end of the operation that sends it. It
       occupies its receiver for the same time, from when the receiver comes to the operation that needs it, but not
       before the sender begins.
@@ -92,7 +95,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     else:
         start, end, arrival, position, spans = _run_independent(work, overlap=costs.overlap)
     if position != numbered.bounds[1:]:
-        raise ScheduleError(_deadlock(numbered, arrival, position))
+        raise ScheduleError(_deadlock(work, arrival, position))
     return Timeline(
         schedule=schedule,
         costs=costs,
@@ -111,9 +114,10 @@ def _run_independent(
 
     Returns start, end and arrival per operation, the next operation per device, and the spans; see Timeline.
     """
-    steps, waits, receive, bounds = work.steps, work.numbered.waits, work.receive, work.numbered.bounds
+    steps, waits, receive, bounds, inputs = work.steps, work.waits, work.receive, work.numbered.bounds, work.inputs
     count, devices = len(steps), len(bounds) - 1
     start, end = [0.0] * count, [0.0] * count
+    count += sum(map(len, inputs.values()))
     arrival = [-1.0] * count  # below 0: the operation has not run yet
     position, stops, free = [*bounds[:-1]], bounds[1:], [0.0] * devices
     link_free, sync_free = [0.0] * len(work.links), [0.0] * devices
@@ -155,6 +159,18 @@ def _run_independent(
                 while woken >= 0:
                     ready.append(woken)
                     woken = also_waiting[woken]
+                if inputs:
+                    for message in inputs.get(number, ()):
+                        arrival[message.number] = clock
+                        if overlap:
+                            leave = max(clock - message.lead, link_free[message.link])
+                            arrival[message.number] = link_free[message.link] = leave + message.time
+                        else:
+                            clock += message.time
+                        woken = waiter[message.number]
+                        while woken >= 0:
+                            ready.append(woken)
+                            woken = also_waiting[woken]
                 number += 1
                 continue
             also_waiting[device], waiter[needed] = waiter[needed], device
@@ -165,11 +181,14 @@ def _run_independent(
     return start, end, arrival, position, spans
 
 
-def _deadlock(numbered: NumberedSchedule, arrival: Sequence[float], position: Sequence[int]) -> str:
+def _deadlock(work: DeviceWork, arrival: Sequence[float], position: Sequence[int]) -> str:
+    numbered = work.numbered
+    sender = {each.number: number for number, messages in work.inputs.items() for each in messages}
     stuck = []
     for device, (number, stop) in enumerate(zip(position, numbered.bounds[1:], strict=True)):
         if number < stop:
-            missing = next(needed for needed in numbered.waits[number] if arrival[needed] < 0)
+            missing = next(needed for needed in work.waits[number] if arrival[needed] < 0)
+            missing = sender.get(missing, missing)
             stuck.append(
                 f"device {device} before {numbered.operations[number]} waits for {numbered.operations[missing]}"
             )

@@ -29,7 +29,7 @@ class _SlowedRun:
     def __init__(self, work: DeviceWork, costs: Costs) -> None:
         bounds, count = work.numbered.bounds, len(work.steps)
         devices = len(bounds) - 1
-        self._work, self._steps, self._waits, self._overlap = work, work.steps, work.numbered.waits, costs.overlap
+        self._work, self._steps, self._waits, self._overlap = work, work.steps, work.waits, costs.overlap
         self._slowdown_beside_sum = costs.sync_slowdown or (0.0,) * devices
         self._machines = costs.shared_machines
         self._machines_of = [
@@ -39,7 +39,8 @@ class _SlowedRun:
         self._devices_of = [
             [device for device in range(devices) if machine.processes[device]] for machine in self._machines
         ]
-        self.start, self.end, self.arrival = [0.0] * count, [0.0] * count, [-1.0] * count
+        arrivals = count + sum(map(len, work.inputs.values()))
+        self.start, self.end, self.arrival = [0.0] * count, [0.0] * count, [-1.0] * arrivals
         self.position, self._stops = [*bounds[:-1]], bounds[1:]
         self._free, self._sync_free = [0.0] * devices, [0.0] * devices
         self._link_free = [0.0] * len(work.links)
@@ -126,6 +127,13 @@ class _SlowedRun:
             self.arrival[number] = self._link_free[link] = max(now - lead, self._link_free[link]) + after
         elif after:
             self._free[device] = now + after
+        for message in self._work.inputs.get(number, ()):
+            if self._overlap:
+                leave = max(now - message.lead, self._link_free[message.link])
+                self.arrival[message.number] = self._link_free[message.link] = leave + message.time
+            else:
+                self.arrival[message.number] = self._free[device]
+                self._free[device] += message.time
         self._go_on(device, number)
 
     def _start_sum(self, device: int, number: int) -> None:
@@ -147,8 +155,10 @@ class _SlowedRun:
     def _go_on(self, device: int, number: int) -> None:
         """Plan what follows the operation ``number`` of ``device``, and what has waited for it elsewhere."""
         self.position[device] += 1
-        for woken in self._waiting.pop(number, ()):
-            self._next(woken)
+        sent = [message.number for message in self._work.inputs.get(number, ())]
+        for each in (number, *sent):
+            for woken in self._waiting.pop(each, ()):
+                self._next(woken)
         self._next(device)
 
     def _set_speeds(self) -> None:

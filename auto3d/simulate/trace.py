@@ -42,6 +42,10 @@ def trace(timeline: Timeline, *, seconds_per_unit: float = 1.0, tp: int = 1) -> 
         if after and link >= 0:
             sent = timeline.arrival[number] if timeline.costs.overlap else end + after
             add(device, f"send to device {receiver_of[link]}", f"send {operation}", sent - after, sent)
+        for message in timeline.work.inputs.get(number, ()):
+            sent = timeline.arrival[message.number] + (0.0 if timeline.costs.overlap else message.time)
+            name = f"send inputs of stage {message.target} for {operation}"
+            add(device, f"send to device {receiver_of[message.link]}", name, sent - message.time, sent)
     for sync in timeline.syncs:
         for device in sync.started if sync.end > sync.begin else ():
             add(device, f"sync of stage {sync.stage}", f"sync of stage {sync.stage}", sync.begin, sync.end)

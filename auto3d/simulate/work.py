@@ -35,12 +35,25 @@ class NumberedSchedule:
     joined: frozenset[int]  # the S that another S of their device and all-reduce replaces
 
 
+@dataclass(frozen=True, slots=True)
+class InputMessage:
+    """What a forward of stage 0 sends to another device, of the inputs that it has read for a stage there."""
+
+    number: int  # number of its arrival, after those of all operations
+    target: int  # stage
+    time: float
+    link: int
+    lead: float  # as that of a Step
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceWork:
     """The work of all devices: a numbered schedule with its steps."""
 
     numbered: NumberedSchedule
     steps: list[Step]
+    inputs: Mapping[int, Sequence[InputMessage]]  # forward of stage 0 -> the messages that follow its activations
+    waits: Sequence[tuple[int, ...]]  # those of ``numbered``, and the arrivals of messages of inputs
     links: dict[tuple[int, int], int]  # (sending, receiving device) -> number of the link
     receive: list[float]  # per operation: time that receiving takes on its device; empty if messages overlap compute
 
@@ -89,8 +102,39 @@ def lay_out(schedule: Schedule, costs: Costs) -> DeviceWork:
     for number in common.joined:
         # A device with a stage on several pipes adds their gradients and reduces them once.
         steps[number] = 0.0, 0.0, -1, 0.0
+    inputs, waits = _inputs(schedule, costs, common, by_key) if any(costs.inputs) else ({}, common.waits)
     receive = [] if costs.overlap else _receives(common.bounds, steps, common.waits)
-    return DeviceWork(numbered=common, steps=steps, links=by_key.links, receive=receive)
+    times = {each.number: each.time for messages in inputs.values() for each in messages}
+    for number, needed in enumerate(waits) if times and receive else ():
+        receive[number] += sum(times.get(each, 0.0) for each in needed)
+    return DeviceWork(numbered=common, steps=steps, inputs=inputs, waits=waits, links=by_key.links, receive=receive)
+
+
+def _inputs(
+    schedule: Schedule, costs: Costs, common: NumberedSchedule, steps: "_Steps"
+) -> tuple[dict[int, list[InputMessage]], list[tuple[int, ...]]]:
+    """The messages of inputs, and what each operation waits for with them."""
+    waits, found = list(common.waits), dict[int, list[InputMessage]]()
+    forwards = [n for n, operation in enumerate(common.operations) if operation.kind is Kind.FORWARD]
+    readers = [number for number in forwards if common.operations[number].stage == 0]
+    reader_of = {m: number for number in readers for m in common.operations[number].micro_batches}
+    number_of: dict[tuple[int, int], int] = {}  # (forward of stage 0, stage) -> number of the message
+    for reader in readers:
+        _, _, micro_batches, pipe = common.operations[reader]
+        count, sender = len(micro_batches), schedule.device_of[0, pipe]
+        duration = steps[common.step_keys[common.step_of[reader]]][0]
+        for stage, time in enumerate(costs.inputs):
+            device = schedule.device_of[stage, pipe]
+            if time and device != sender:
+                number_of[reader, stage] = number = len(common.operations) + len(number_of)
+                link, all_of_them = steps.links.setdefault((sender, device), len(steps.links)), count * time
+                message = InputMessage(number, stage, all_of_them, link, _lead(duration, all_of_them, count))
+                found.setdefault(reader, []).append(message)
+    for number in forwards:
+        operation = common.operations[number]
+        used = dict.fromkeys((reader_of[m], operation.stage) for m in operation.micro_batches)
+        waits[number] = (*waits[number], *(number_of[key] for key in used if key in number_of))
+    return found, waits
 
 
 class _Steps(dict[_StepKey, Step]):

@@ -23,6 +23,7 @@ from auto3d.share import share_of
 from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.machine import machine
 from auto3d.trainer.rank_zero import of_rank_0
+from auto3d.trainer.samples import CollatedData
 from auto3d.trainer.settings import precision_of
 from auto3d.trainer.setup import Setup
 
@@ -73,7 +74,8 @@ def plan_of(
             )
         plan = replace(setup.plan, seed=args.seed)
         return plan, capture(build, inputs, samples_at_once(plan), device=kind, precision=precision_of(args))
-    options = TrainingOptions(precision=precision_of(args), autocast=precision_of(args) != "float32")
+    precision = precision_of(args)
+    options = TrainingOptions(precision=precision, autocast=precision != "float32", read_once=CollatedData.read_once)
     planner_on = partial(Planner, build, inputs, global_batch=batch.global_batch, seed=args.seed, training=options)
     if setup.degrees is not None:
         choices = {"recompute": "full" if args.activation_checkpointing else "none", "partition": "autopipe"}

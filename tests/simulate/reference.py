@@ -106,10 +106,53 @@ def _times_beside(sums: Sums, schedule: Schedule, costs: Costs) -> tuple[Times, 
         each = link.latency + (link.forward if forward else link.backward) / schedule.parts
         return len(operation.micro_batches) * each
 
+    def readers(place: Place, stage: int) -> list[Place]:
+        """The forwards of stage 0 which send this operation inputs from another device, if it is one of ``stage``."""
+        if at(place).kind != "F" or not costs.inputs or not costs.inputs[stage] or at(place).stage != stage:
+            return []
+        return [p for p in makers("F", 0, at(place).micro_batches) if p[0] != place[0]]
+
+    def input_messages(place: Place) -> list[tuple[int, float]]:
+        """(device, time) of the messages of inputs that a forward of stage 0 sends, in order."""
+        operation = at(place)
+        if operation.kind != "F" or operation.stage != 0:
+            return []
+        targets = [(schedule.device_of[stage, operation.pipe], time) for stage, time in enumerate(costs.inputs)]
+        return [(to, time * len(operation.micro_batches)) for to, time in targets if time and to != place[0]]
+
     @cache
     def free(place: Place) -> float:
         """When the device is free for the next operation."""
-        return end(place) + (0.0 if costs.overlap else message(place))
+        sent = sum(time for _, time in input_messages(place))
+        return end(place) + (0.0 if costs.overlap else message(place) + sent)
+
+    @cache
+    def link_free(place: Place, to: int) -> float:
+        """When all that the device has sent to device ``to`` until this operation has arrived, if messages overlap."""
+        before = link_free((place[0], place[1] - 1), to) if place[1] else 0.0
+        if receiver(place) == to and message(place):
+            before = arrival(place)
+        of_inputs = [inputs_arrival(place, n) for n, (device, _) in enumerate(input_messages(place)) if device == to]
+        return max([before, *of_inputs])
+
+    @cache
+    def inputs_arrival(place: Place, number: int) -> float:
+        """When the message of inputs with this number has arrived, behind all that went before it on its link."""
+        messages = input_messages(place)
+        to, time = messages[number]
+        last = link_free((place[0], place[1] - 1), to) if place[1] else 0.0
+        if receiver(place) == to and message(place):
+            last = arrival(place)
+        earlier = [inputs_arrival(place, n) for n in range(number) if messages[n][0] == to]
+        return queued(place, max([last, *earlier]), time)
+
+    def queued(place: Place, last: float, time: float) -> float:
+        """When messages of an operation, of ``time`` in all, have arrived on a link that is free at ``last``."""
+        count = len(at(place).micro_batches)
+        for number in range(count):
+            done = end(place) - duration(place) * (count - 1 - number) / count
+            last = max(last, done) + time / count
+        return last
 
     @cache
     def arrival(place: Place) -> float:
@@ -120,12 +163,9 @@ def _times_beside(sums: Sums, schedule: Schedule, costs: Costs) -> tuple[Times, 
         device, index = place
         if not message(place):
             return end(place)
-        before = [p for p in ((device, i) for i in range(index)) if receiver(p) == receiver(place) and message(p)]
-        count, last = len(at(place).micro_batches), max([0.0] + [arrival(p) for p in before])
-        for number in range(count):
-            done = end(place) - duration(place) * (count - 1 - number) / count
-            last = max(last, done) + message(place) / count
-        return last
+        to = receiver(place)
+        assert to is not None, "it sends a message"
+        return queued(place, link_free((device, index - 1), to) if index else 0.0, message(place))
 
     def first_to_receive(place: Place, source: Place) -> bool:
         device, index = place
@@ -155,9 +195,25 @@ def _times_beside(sums: Sums, schedule: Schedule, costs: Costs) -> tuple[Times, 
             times.append(free((device, index - 1)))
         if at(place).kind == "U":
             times += [all_reduce_end((device, i)) for i in range(index) if at((device, i)).kind == "S"]
+        from_readers = [
+            (
+                p,
+                [
+                    stage
+                    for stage, time in enumerate(costs.inputs)
+                    if time and schedule.device_of[stage, at(p).pipe] != p[0]
+                ],
+            )
+            for p in readers(place, at(place).stage)
+        ]
+        numbers = [(p, stages.index(at(place).stage)) for p, stages in from_readers]
         if costs.overlap:
+            times += [inputs_arrival(*each) for each in numbers]
             return max(times + [arrival(p) for p in inputs(place)])
         messages = [message(p) for p in inputs(place) if p[0] != device and first_to_receive(place, p)]
+        messages += [input_messages(p)[number][1] for p, number in numbers]
+        for p, number in numbers:  # it is sent behind the message of activations and the earlier ones of inputs
+            times.append(end(p) + message(p) + sum(time for _, time in input_messages(p)[:number]))
         return max(times + [end(p) for p in inputs(place)]) + sum(messages)
 
     @cache

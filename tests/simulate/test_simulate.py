@@ -10,7 +10,7 @@ from auto3d.errors import InputError
 from auto3d.schedule import build_schedule
 from auto3d.schedule.check import ScheduleError, _check_slices
 from auto3d.schedule.operation import Schedule, parse
-from auto3d.simulate.costs import Costs, MessageCost, uniform
+from auto3d.simulate.costs import Costs, MessageCost, SharedMachine, uniform
 from auto3d.simulate.critical_path import count, critical_numbers, critical_path
 from auto3d.simulate.idle import bubble_ratio, busy, idle, idle_within, steady_state
 from auto3d.simulate.simulate import Timeline, simulate
@@ -45,6 +45,41 @@ def test_equal_to_the_reference(seed):
     assert found.keys() == wanted.keys()
     for place, times in wanted.items():
         assert found[place] == pytest.approx(times, abs=1e-9), schedule.operations[place[0]][place[1]]
+
+
+def with_inputs(seed: int) -> tuple[Schedule, Costs]:
+    """A random case in which stage 0 reads for others: of whole micro-batches, and for some of the later stages."""
+    schedule, costs = random_case(seed)
+    chance = random.Random(seed)
+    times = (chance.choice((0.0, 0.5, 3.0)) if stage > 1 else 0.0 for stage in range(schedule.stages))
+    return schedule, replace(costs, inputs=tuple(times))
+
+
+WITH_INPUTS = [seed for seed in range(SUMS_COST, 400) if any(with_inputs(seed)[1].inputs)]
+
+
+@pytest.mark.parametrize("seed", [*range(200), *WITH_INPUTS])
+def test_messages_of_inputs_are_those_of_the_reference(seed):
+    """Also where a machine that slows nobody has the events of the slower way."""
+    schedule, costs = with_inputs(seed)
+    machines = (SharedMachine(slowdown=(1.0,) * 4, processes=(1,) * schedule.devices),)
+    wanted = reference_times(schedule, costs)
+    for each in (costs, replace(costs, shared_machines=machines)):
+        timeline = simulate(schedule, each)
+        for place, times in by_place(timeline).items():
+            assert times == pytest.approx(wanted[place], abs=1e-9), schedule.operations[place[0]][place[1]]
+        assert critical_numbers(timeline)
+
+
+def test_messages_of_inputs_change_some_timelines():
+    cases = [with_inputs(seed) for seed in (*range(200), *WITH_INPUTS)]
+    later = [
+        simulate(schedule, costs).makespan > simulate(schedule, replace(costs, inputs=())).makespan
+        for schedule, costs in cases
+        if any(costs.inputs)
+    ]
+    assert sum(later) > 20
+    assert any(not costs.overlap and any(costs.inputs) for _, costs in cases)
 
 
 def test_random_cases_have_what_the_simulator_knows():

@@ -23,7 +23,7 @@ from auto3d.cost.training_options import TrainingOptions
 from auto3d.plan import Plan, StagePlan
 from auto3d.schedule.moments import COUNTS, Key, Moment, all_moments, highest_moments, stages_of
 from auto3d.schedule.operation import Kind
-from auto3d.schedule.shape import Shape, shape_of, shares_of
+from auto3d.schedule.shape import Shape, has_one_reader, shape_of, shares_of
 from auto3d.share import Share, share_of
 from auto3d.simulate.memory_timeline import BytesOverTime
 from auto3d.simulate.simulate import Timeline
@@ -37,6 +37,8 @@ _MESSAGES = {
     "posted_gradients": "receives of gradients",
     "sent": "activations being sent",
     "sent_gradients": "gradients being sent",
+    "posted_inputs": "receives of inputs",
+    "sent_inputs": "inputs being sent",
 }
 _FIRST_MESSAGE = len(COUNTS) - len(_MESSAGES)  # index of the first count of messages
 
@@ -65,8 +67,8 @@ class _Moments:
 
 
 @lru_cache(2**14)
-def _highest(shape: Shape, device: int) -> _Moments:
-    return _Moments(highest_moments(shape, device))
+def _highest(shape: Shape, device: int, read_once: bool) -> _Moments:
+    return _Moments(highest_moments(shape, device, read_once=read_once))
 
 
 @lru_cache(4096)
@@ -178,7 +180,7 @@ class PlanMemory:
         """Peak bytes of tensors on pipeline device ``device``."""
         shape = shape_of(plan)
         needs = self._device(plan, shape, device, dict(enumerate(plan.stages)))
-        return float(needs.totals(_highest(shape, device)).max())
+        return float(needs.totals(self._moments(plan, shape, device)).max())
 
     def at_least(self, plan: Plan, device: int, kept_from: Mapping[int, np.ndarray]) -> np.ndarray | None:
         """[variants]: lower bounds of the peak bytes of ``device`` where its stages keep other parts of themselves.
@@ -192,7 +194,7 @@ class PlanMemory:
         one_span = all(len(stage.operations) == 1 for stage in stages.values())
         if self._training.system is not None or not self._training.recompute_ends or not one_span:
             return None
-        moments, needs = _highest(shape, device), self._device(plan, shape, device, stages)
+        moments, needs = self._moments(plan, shape, device), self._device(plan, shape, device, stages)
         per_count = needs.per_count.reshape(-1, len(COUNTS)).copy()
         per_count[:, COUNTS.index("recomputed")] = per_count[:, COUNTS.index("sent")] = 0
         for row, number in enumerate(numbers):
@@ -233,7 +235,9 @@ class PlanMemory:
         known = self._alone(shape, number, *self._degrees(plan))
         if stage not in known:
             known[stage] = {
-                device: float(self._device(plan, shape, device, {number: stage}).totals(_highest(shape, device)).max())
+                device: float(
+                    self._device(plan, shape, device, {number: stage}).totals(self._moments(plan, shape, device)).max()
+                )
                 for device in dict.fromkeys(shape.homes[number])
             }
         return known[stage]
@@ -244,7 +248,7 @@ class PlanMemory:
         shape, stages = shape_of(plan), dict(enumerate(plan.stages))
         found = []
         for device in range(shape.devices):
-            moments = _highest(shape, device)
+            moments = self._moments(plan, shape, device)
             needs = self._device(plan, shape, device, stages)
             per_count = needs.per_count.reshape(-1, len(COUNTS)).copy()
             per_count[:, len(_ACTIVATIONS) :] = 0
@@ -265,7 +269,7 @@ class PlanMemory:
         shape, stages = shape_of(plan), dict(enumerate(plan.stages))
         found = []
         for device in range(shape.devices):
-            moments = _highest(shape, device)
+            moments = self._moments(plan, shape, device)
             needs = self._device(plan, shape, device, stages)
             found.append(self._witness(plan, needs, moments, stages))
         return tuple(found)
@@ -276,7 +280,7 @@ class PlanMemory:
         The tensors of each entry of the witness add up to it.
         """
         shape, stages = shape_of(plan), dict(enumerate(plan.stages))
-        needs, moments = self._device(plan, shape, device, stages), _highest(shape, device)
+        needs, moments = self._device(plan, shape, device, stages), self._moments(plan, shape, device)
         moment = moments.moments[int(needs.totals(moments).argmax())]
         reserve = needs.constant["reserve"]
         found = [HeldTensor(name="context and libraries", kind="reserve", bytes=reserve, count=1)]
@@ -310,7 +314,7 @@ class PlanMemory:
         ``of``.
         """
         shape, stages = shape_of(plan), dict(enumerate(plan.stages))
-        every = all_moments(timeline.schedule)
+        every = all_moments(timeline.schedule, read_once=self._reads_once(plan, shape))
         return [
             self._over_time(self._device(plan, shape, device, stages), _Moments(every[device]), device, timeline)
             for device in devices
@@ -440,6 +444,27 @@ class PlanMemory:
         """What decides the memory of stages of ``plan`` beside the stages and its shape."""
         return self._samples(plan), share_of(plan), shares_of(plan), plan.dp, plan.shard_optimizer
 
+    def _reads_once(self, plan: Plan, shape: Shape) -> bool:
+        return self._training.read_once and has_one_reader(plan, shape)
+
+    def _inputs_for_others(
+        self, plan: Plan, shape: Shape, here: Mapping[int, tuple[Span, ...]]
+    ) -> dict[int, tuple[float, float]]:
+        """What stage 0 reads for others, of each stage of a device, of operations ``here``: bytes of one message to it,
+        and bytes that stage 0 sends to other devices; both without inputs that stage 0 needs and holds itself."""
+        if not self._reads_once(plan, shape):
+            return dict.fromkeys(here, (0.0, 0.0))
+        tables = self._work.tables(self._samples(plan), share_of(plan))
+        if 0 not in here:
+            return {number: (tables.inputs(operations), 0.0) for number, operations in here.items()}
+        own = here[0]
+        elsewhere = without(((0, len(tables.work)),), sorted(span for each in here.values() for span in each))
+        of_others = {number: (tables.inputs(operations, own), 0.0) for number, operations in here.items()}
+        return of_others | {0: (0.0, tables.inputs(elsewhere, own))}
+
+    def _moments(self, plan: Plan, shape: Shape, device: int) -> _Moments:
+        return _highest(shape, device, self._reads_once(plan, shape))
+
     def _samples(self, plan: Plan) -> int:
         return plan.micro_batch_size // shape_of(plan).sample_parts
 
@@ -474,6 +499,7 @@ class PlanMemory:
         local = {number for number in follow if number in found and number - 1 in found}
         local = {number for number in local if found[number - 1].sent_beside == 0}
         states, per_count = iter(held.states), list[tuple[float, ...]]()
+        inputs = self._inputs_for_others(plan, shape, {number: stages[number].operations for number in here})
         for number in numbers:
             if number not in stages:
                 per_count.append((0.0,) * len(COUNTS))
@@ -491,6 +517,7 @@ class PlanMemory:
                     one.sent_gradient,
                     one.sent_beside,
                     one.received_gradient,
+                    *inputs[number],
                 )
             )
         return _Device(
