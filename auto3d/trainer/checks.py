@@ -16,6 +16,7 @@ from auto3d.errors import InputError
 from auto3d.runtime.waiting import waiting_for
 from auto3d.trainer.rank_zero import of_rank_0
 from auto3d.trainer.samples import CollatedData, bytes_of
+from auto3d.trainer.stream import Stream
 
 MOST_FLOPS = 1e11  # a forward that only a check runs has no more
 _TRIED = 4  # pairs of samples that are tried of any dataset
@@ -43,26 +44,35 @@ def check_samples(data: CollatedData, main: str, *, timeout_s: float) -> None:
 
 
 def check_same_data(data: CollatedData, name: str, *, timeout_s: float) -> None:
-    """Raise InputError, on every rank, if ranks have other numbers of samples, or other ones at the ends.
+    """Raise InputError, on every rank, if ranks have other numbers of samples, another order, or other samples at the
+    ends.
 
-    All ranks must call it.
+    All ranks must call it. Of a stream they compare the first samples. Samples in between are compared when they are
+    read.
     """
-    order = data.order.of(0)
-    samples = sorted({*order[:2], len(data.dataset) - 1})
-    found_here = data.fingerprints(samples, [0, 0])
-    if found_here is None:
-        found_here = fingerprints(bytes_of(data.collated(samples, [0, 0])))
-    mine = len(data.dataset), found_here.tolist()
+    order = [*map(int, data.order.of(0))]
+    ends = [] if isinstance(data.dataset, Stream) else [len(data.dataset) - 1]
+    samples = sorted({*order[:2], *ends})
+    found = data.fingerprints(samples, [0, 0])
+    if found is None:
+        found = fingerprints(bytes_of(data.collated(samples, [0, 0])))
+    mine = (ends[0] + 1 if ends else 0, order, found.tolist())
     of_ranks = [mine] * dist.get_world_size()
     with waiting_for(f"the fingerprints of all ranks' {name}", timeout_s):
         dist.all_gather_object(of_ranks, mine)
-    for rank, (count, found) in enumerate(of_ranks):
-        what = f"{mine[0]} and {count} samples" if count != mine[0] else "other samples at the same positions"
-        if (count, found) != mine:
-            raise InputError(
-                f"{name}: ranks {dist.get_rank()} and {rank} have {what}; seed what draws or shuffles it, and sort "
-                "what comes from a set or a folder"
-            )
+    for rank, other in enumerate(of_ranks):
+        if other == mine:
+            continue
+        what = "other samples at the same positions"
+        if other[0] != mine[0]:
+            what = " and ".join(map(str, sorted((mine[0], other[0])))) + " samples"
+        elif other[1] != mine[1]:
+            what = "another order of samples"
+        first, second = sorted((dist.get_rank(), rank))
+        raise InputError(
+            f"{name}: ranks {first} and {second} have {what}; seed what draws or shuffles it, sort what comes "
+            "from a set or a folder, and give every rank the same data: the plan divides them"
+        )
 
 
 def check_padding(model: nn.Module, loss_of: Callable[..., Any], data: CollatedData, main: str) -> None:

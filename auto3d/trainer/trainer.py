@@ -19,7 +19,7 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils.data import SequentialSampler
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from auto3d.capture.export import InputSpec
 from auto3d.errors import InputError
@@ -586,8 +586,10 @@ class Trainer(transformers.Trainer):
         self._length = None
         lengths = self._find_length([loader, *self._loaders_of_evaluations().values()])
         data = replace(self._collated(loader, self._order), missing=missing).with_shapes()
-        if lengths is not None and self._length is not None and self._is_same_order():
-            captured = lengths_to_capture(self._of_micro_batches(lengths, max_steps), self._length)[:-1]
+        check_same_data(data, "train_dataset", timeout_s=self.args.ddp_timeout)
+        longest = None if lengths is None or self._length is None else self._of_micro_batches(lengths, max_steps)
+        if longest is not None and self._length is not None:
+            captured = lengths_to_capture(longest, self._length)[:-1]
             data = replace(data, sample_lengths=lengths, captured_lengths=captured)
         check_samples(data, self._main_input, timeout_s=self.args.ddp_timeout)
         of_rank_0(
@@ -619,20 +621,22 @@ class Trainer(transformers.Trainer):
             return None
         return padding_of(length, self.model, self._tokenizer(), is_found=self.args.sequence_length is None)
 
-    def _is_same_order(self) -> bool:
-        """Whether all ranks have the same order of samples, so that they know the lengths of each other's messages."""
-        assert isinstance(self._order, TrainOrder)
-        epoch = (self._order.of(step) for step in range(self._updates_per_epoch))
-        mine = xxh3_64_intdigest(repr([*map(list, epoch)]).encode()) >> 2 if self._order.is_known else 0
-        found = of_all_ranks([mine], torch.int64, timeout_s=self.args.ddp_timeout)
-        return bool(mine) and bool((found == mine).all())
+    def _of_micro_batches(self, lengths: np.ndarray, max_steps: int) -> np.ndarray | None:
+        """The tokens of the longest sample in each micro-batch of the first epoch, or of as much as tells them all.
 
-    def _of_micro_batches(self, lengths: np.ndarray, max_steps: int) -> np.ndarray:
-        """The tokens of the longest sample in each micro-batch of the first epoch, or of as much as tells them all."""
-        steps = (self._order.of(step) for step in range(min(max_steps, self._updates_per_epoch, 1000)))
-        size = self._pipeline.batch.micro_batch_size
-        parts = (samples[first : first + size] for samples in steps for first in range(0, len(samples), size))
-        return np.array([lengths[np.asarray(part)].max() for part in parts])
+        None unless all ranks have the same order of samples, so that they know the lengths of each other's messages.
+        """
+        assert isinstance(self._order, TrainOrder)
+        size, looked_at = self._pipeline.batch.micro_batch_size, min(max_steps, 1000)
+        digest, longest = xxh3_64(), list[int]()
+        for step in range(self._updates_per_epoch if self._order.is_known else 0):
+            samples = np.asarray(self._order.of(step), dtype=np.int64)
+            digest.update(samples.tobytes())
+            if step < looked_at:
+                longest += [lengths[samples[first : first + size]].max() for first in range(0, len(samples), size)]
+        mine = digest.intdigest() >> 2 if longest else 0
+        found = of_all_ranks([mine], torch.int64, timeout_s=self.args.ddp_timeout)
+        return np.array(longest) if mine and bool((found == mine).all()) else None
 
     def _find_length(self, loaders: Sequence[Any]) -> np.ndarray | None:
         """Let samples be padded to the longest of all ``loaders``, if they differ in length; all ranks must call it.

@@ -198,11 +198,31 @@ FAULTS = {  # code that makes the trainer, and words of its error
     ),
     "another order on each rank": (
         lambda: trainer(data=with_labels(SystemRandom().sample(rows(), 32))),
-        "iteration 1: ranks 0 and 1 have read different data for sample ",
+        "train_dataset: ranks 0 and 1 have other samples at the same positions",
     ),
     "a part for each rank": (
         lambda: trainer(data=with_labels(rows(64)[int(os.environ["RANK"]) :: 2])),
-        "iteration 1: ranks 0 and 1 have read different data for sample ",
+        "train_dataset: ranks 0 and 1 have other samples at the same positions",
+    ),
+    "a longer part for the last rank": (
+        lambda: trainer(data=with_labels(rows(32 + int(os.environ["RANK"])))),
+        "train_dataset: ranks 0 and 1 have 32 and 33 samples",
+    ),
+    "a seed of the order for each rank": (
+        lambda: trainer(data_seed=int(os.environ["RANK"])),
+        "train_dataset: ranks 0 and 1 have another order of samples",
+    ),
+    "a sampler's seed for each rank": (
+        lambda: ordered_by(int(os.environ["RANK"])),
+        "train_dataset: ranks 0 and 1 have another order of samples",
+    ),
+    "a stream's part for each rank": (
+        lambda: trainer(data=PartOfStream()),
+        "train_dataset: ranks 0 and 1 have other samples at the same positions",
+    ),
+    "another sample of one rank in the middle": (
+        lambda: trainer(data=with_labels(faulty(rows(8), 5, [5 + int(os.environ["RANK"])] * 16))),
+        "iteration 2: ranks 0 and 1 have read different data for sample 3 of the global batch",
     ),
     "batch norm and a last batch of one sample": (
         lambda: trainer(
@@ -519,6 +539,22 @@ def with_own_loss(name, base=Trainer, arguments=TrainingArguments, **options):
     )
     made.teacher = llama(num_hidden_layers=1).to(made.args.device)
     return made
+
+
+class PartOfStream(torch.utils.data.IterableDataset):
+    """Every other row, as a script of torch's DistributedDataParallel gives each rank."""
+
+    def __iter__(self):
+        yield from with_labels(rows(64)[int(os.environ["RANK"]) :: 2])
+
+
+def ordered_by(seed):
+    class Ordered(Trainer):
+        def _get_train_sampler(self, *_):
+            count, generator = len(self.train_dataset), torch.Generator().manual_seed(seed)
+            return torch.utils.data.WeightedRandomSampler([1.0] * count, count, generator=generator)
+
+    return trainer(classes=(Ordered, TrainingArguments))
 
 
 class EndsEpochs(TrainerCallback):
@@ -980,6 +1016,7 @@ FAULTS |= {
 }
 
 FOUND_IN_TRAINING = (  # a step was right before what cannot be followed
+    "another sample of one rank in the middle",
     "another model",
     "another rate in a second training",
     "a callback sets an argument",
