@@ -76,6 +76,7 @@ PARTS = (
     _benchmark("compiled", 3, *RUNTIME),
     _benchmark("emulated", 5, *RUNTIME, "auto3d/simulate"),
     _benchmark("estimates", 3, *SEARCH),
+    _benchmark("host", 2, *RUNTIME),
     _benchmark("memory", 20, "auto3d/cost", *RUNTIME),
     _benchmark("mixed", 5, *SEARCH),
     _benchmark("mixed_slurm", 15, *LAUNCH, needs_slurm=True),
