@@ -35,7 +35,8 @@ class ActivityBoard:
     def write(self, rank: int, phase: str, waiting_for: str) -> None:
         text = f"{phase}\n{waiting_for}".encode()[: LINE_BYTES - 9]
         line = struct.pack("d", monotonic()) + text + b"\0"
-        self._memory[rank * LINE_BYTES : rank * LINE_BYTES + len(line)] = line
+        begin = rank * LINE_BYTES
+        self._memory[begin : begin + len(line)] = line
 
     def read(self, rank: int) -> Activity:
         since, text = struct.unpack_from(f"d{LINE_BYTES - 8}s", self._memory, rank * LINE_BYTES)
@@ -60,13 +61,16 @@ class RankActivity:
     def set_phase(self, phase: str) -> None:
         """Enter ``phase``, computing."""
         self._phase = phase
-        self._write("")
+        if self._board is not None:
+            self._board.write(self.rank, phase, "")
 
     def set_waiting_for(self, what: str) -> None:
-        self._write(what)
+        if self._board is not None:
+            self._board.write(self.rank, self._phase, what)
 
     def set_computing(self) -> None:
-        self._write("")
+        if self._board is not None:
+            self._board.write(self.rank, self._phase, "")
 
     def name(self, rank: int) -> str:
         """``rank``, which may be another one, and its host, for use in messages."""
@@ -74,10 +78,6 @@ class RankActivity:
 
     def __str__(self) -> str:
         return f"{self.name(self.rank)}, {self._phase},"
-
-    def _write(self, waiting_for: str) -> None:
-        if self._board is not None:
-            self._board.write(self.rank, self._phase, waiting_for)
 
 
 THIS_RANK = RankActivity()

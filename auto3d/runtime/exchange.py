@@ -5,7 +5,7 @@ the sender's order. So nothing depends on tags, which NCCL lacks, and opposite d
 other. The program decides when each receive is posted (``schedule/common_order.py``).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,10 @@ from auto3d.schedule.program import Message, Program, Step
 _SENT_AS_THEY_ARE = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
-"""Types that NCCL and gloo both take; c10d's NCCL backend has these and a few more, and refuses int16, for one."""
+"""Types that NCCL and gloo both take; c10d's NCCL backend has these and a few more, and refuses int16, for one.
+
+Tensors of other types are sent as bytes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +45,39 @@ class _Load:
         return tensor.narrow(self.dimension, self.start, self.shape[self.dimension]).contiguous()
 
 
-@dataclass(frozen=True)
-class _Transmission:
-    """The tensors of a message that are on their way to or from one peer."""
+class _Leg:
+    """What of a message goes to or comes from one ``peer``, through ``group``."""
 
-    peer: int
-    tensors: list[torch.Tensor]
-    works: list[dist.Work]
+    def __init__(self, peer: int, group: dist.ProcessGroup, loads: list[_Load], name: str, timeout_s: float) -> None:
+        self.peer, self.group, self.loads = peer, group, loads
+        self.name = f"{name} ({THIS_RANK.name(peer)})"  # names are made here, once: every wait reports one
+        self.receiver = f"the receiver of {self.name}"
+        self.receiving = waiting_for(self.name, timeout_s)
+        self.sending = waiting_for(self.receiver, timeout_s)
+
+    def begin(self, call: Callable[..., dist.Work | None], tensors: list[torch.Tensor]) -> "_Transmission":
+        """Send or receive ``tensors`` by ``call``."""
+        works = []
+        for tensor in tensors:
+            sent = tensor if tensor.dtype in _SENT_AS_THEY_ARE else tensor.view(-1).view(torch.uint8)
+            work = call(sent, self.peer, group=self.group)
+            assert work is not None  # torch returns None only to ranks outside of the group
+            works.append(work)
+        return self, tensors, works
+
+
+_Transmission = tuple[_Leg, list[torch.Tensor], list[dist.Work]]
+"""The tensors of a leg that are on their way."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """How the tensors of a message, which have these ``names``, travel."""
+
+    names: list[str]
+    is_local: bool  # both stages are on this device
+    legs: list[_Leg]  # in the order of the peers' ranks
+    is_direct: bool  # a single peer has all tensors, or gets them, as they are
 
 
 _ByStages = dict[tuple[int, int], list[Transfer]]
@@ -99,8 +128,7 @@ class Exchange:
         self._transfers = _by_stages(transfers)
         self._sizes: dict[int, int] = {}  # micro-batch of another size -> number of that
         self._of_sizes: list[tuple[Sequence[Transfer], _ByStages]] = []
-        self._routes: dict[tuple[Kind, int, int, int, int | None], dict[int, list[_Load]]] = {}
-        self._names: dict[tuple[Message, int], str] = {}
+        self._routes: dict[Message, _Route] = {}
         self._local: dict[Message, list[torch.Tensor]] = {}
         self._sent: dict[Message, list[_Transmission]] = {}
         self._posted: dict[Message, list[_Transmission]] = {}
@@ -109,7 +137,9 @@ class Exchange:
     def set_sizes(self, sizes: Mapping[int, Sequence[Transfer]]) -> None:
         """From now on the messages of these micro-batches have the shapes of these transfers; the others the usual
         ones."""
-        self._sizes = {micro_batch: self._number_of(transfers) for micro_batch, transfers in sizes.items()}
+        before, self._sizes = self._sizes, {m: self._number_of(transfers) for m, transfers in sizes.items()}
+        if self._sizes != before:
+            self._routes.clear()
 
     def _number_of(self, transfers: Sequence[Transfer]) -> int:
         for number, (known, _) in enumerate(self._of_sizes):
@@ -118,10 +148,6 @@ class Exchange:
         self._of_sizes.append((transfers, _by_stages(transfers)))
         return len(self._of_sizes) - 1
 
-    def values(self, message: Message) -> list[str]:
-        """Names of the values whose activations or gradients ``message`` carries, in order."""
-        return [transfer.value.name for transfer in self._carried(message)]
-
     def start(self) -> None:
         """Begin a program; the previous one has used all messages that it received."""
         assert not self._posted
@@ -129,47 +155,46 @@ class Exchange:
 
     def post(self, message: Message) -> None:
         """Post the receive of ``message``, for which this allocates memory."""
-        self._posted[message] = []
-        for peer, loads in self._route(message).items():
-            group = self._group(peer, dist.get_rank())
-            tensors = [torch.empty(load.shape, dtype=load.dtype, device=self._device) for load in loads]
-            with waiting_for(self._name(message, peer), self._timeout_s):
-                works = [_started(dist.irecv(_as_sent(tensor), peer, group=group)) for tensor in tensors]
-            self._posted[message].append(_Transmission(peer, tensors, works))
+        self._posted[message] = posted = []
+        for leg in self._route(message).legs:
+            tensors = [torch.empty(load.shape, dtype=load.dtype, device=self._device) for load in leg.loads]
+            with leg.receiving:
+                posted.append(leg.begin(dist.irecv, tensors))
 
     def send(self, message: Message, tensors: list[torch.Tensor]) -> None:
-        if self._is_local(message):
+        route = self._route(message)
+        if route.is_local:
             self._local[message] = tensors
             return
-        self._sent[message] = []
-        for peer, loads in self._route(message).items():
-            group = self._group(dist.get_rank(), peer)
-            slices = [load.slice_of(tensors[load.index]) for load in loads]
-            with waiting_for(f"the receiver of {self._name(message, peer)}", self._timeout_s):
-                works = [_started(dist.isend(_as_sent(tensor), peer, group=group)) for tensor in slices]
-            self._sent[message].append(_Transmission(peer, slices, works))
+        self._sent[message] = sent = []
+        for leg in route.legs:
+            slices = tensors if route.is_direct else [load.slice_of(tensors[load.index]) for load in leg.loads]
+            with leg.sending:
+                sent.append(leg.begin(dist.isend, slices))
 
     def receive(self, message: Message) -> dict[str, torch.Tensor]:
         """The tensors of the posted ``message`` by value; computations with them wait until they have arrived.
 
         A gradient is missing if no peer used this rank's copy of the value.
         """
-        names = self.values(message)
-        if self._is_local(message):
-            return dict(zip(names, self._local.pop(message), strict=True))
+        route = self._route(message)
+        if route.is_local:
+            return dict(zip(route.names, self._local.pop(message), strict=True))
         arrived: dict[str, list[tuple[_Load, torch.Tensor]]] = {}
-        for transmission in self._posted.pop(message):
-            for work in transmission.works:
-                self._run_ahead.wait(work, self._name(message, transmission.peer))
-            for load, tensor in zip(self._route(message)[transmission.peer], transmission.tensors, strict=True):
-                arrived.setdefault(names[load.index], []).append((load, tensor))
+        for leg, tensors, works in self._posted.pop(message):
+            for work in works:
+                self._run_ahead.wait(work, leg.name)
+            if route.is_direct:
+                return dict(zip(route.names, tensors, strict=True))
+            for load, tensor in zip(leg.loads, tensors, strict=True):
+                arrived.setdefault(route.names[load.index], []).append((load, tensor))
         return {name: _joined(slices) for name, slices in arrived.items()}
 
     def release(self, message: Message) -> None:
         """Free a sent message, which its receivers have or are about to have."""
-        for transmission in self._sent.pop(message):
-            for work in transmission.works:
-                self._run_ahead.wait(work, f"the receiver of {self._name(message, transmission.peer)}")
+        for leg, _, works in self._sent.pop(message):
+            for work in works:
+                self._run_ahead.wait(work, leg.receiver)
 
     def end(self) -> None:
         """End the program: free all sent messages."""
@@ -191,7 +216,7 @@ class Exchange:
         """Send the messages of ``step`` for one of its micro-batches, from ``tensors`` by value."""
         for message in step.sends:
             if message.micro_batch == micro_batch:
-                self.send(message, [tensors[name] for name in self.values(message)])
+                self.send(message, [*map(tensors.__getitem__, self._route(message).names)])
 
     def _connect(self, program: Program) -> None:
         """Send one element to, and receive one from, each rank that this one exchanges messages with.
@@ -202,8 +227,8 @@ class Exchange:
         """
         this = dist.get_rank()
         sends = {m for step in program.steps for m in step.sends if not self._is_local(m)}
-        pairs = {(this, peer) for message in sends for peer in self._route(message)}
-        pairs |= {(peer, this) for step in program.steps for message in step.posts for peer in self._route(message)}
+        pairs = {(this, leg.peer) for message in sends for leg in self._route(message).legs}
+        pairs |= {(leg.peer, this) for step in program.steps for m in step.posts for leg in self._route(m).legs}
         device_of_rank = {rank: device for device, ranks in enumerate(self._ranks_of) for rank in ranks}
 
         def order(pair: tuple[int, int]) -> tuple:
@@ -219,31 +244,44 @@ class Exchange:
                     if source == this
                     else dist.irecv(element, source, group=group)
                 )
-            wait(_started(work), timeout_s=self._timeout_s, what=what)
-
-    def _name(self, message: Message, peer: int) -> str:
-        key = message, peer
-        if key not in self._names:  # cached: every wait reports it, and every iteration has the same messages
-            self._names[key] = f"{message} ({THIS_RANK.name(peer)})"
-        return self._names[key]
+            assert work is not None
+            wait(work, timeout_s=self._timeout_s, what=what)
 
     def _is_local(self, message: Message) -> bool:
         return self._device_of[message.source, message.pipe] == self._device_of[message.target, message.pipe]
 
-    def _route(self, message: Message) -> dict[int, list[_Load]]:
-        """Peer -> the slices of ``message`` that this rank sends to it or receives from it, for any micro-batch of its
-        size.
+    def _route(self, message: Message) -> _Route:
+        """The slices of ``message`` that this rank sends or receives, by peer.
 
         Peers are in the order of their ranks. So where several ranks send one message to several others, all of them
         follow one common order: by sender, and for each sender by receiver.
         """
-        key = (message.kind, message.source, message.target, message.pipe, self._sizes.get(message.micro_batch))
-        if key not in self._routes:
-            route: dict[int, list[_Load]] = {}
-            for peer, load in self._loads(message):
-                route.setdefault(peer, []).append(load)
-            self._routes[key] = dict(sorted(route.items()))
-        return self._routes[key]
+        route = self._routes.get(message)
+        if route is None:
+            route = self._routes[message] = self._new_route(message)
+        return route
+
+    def _new_route(self, message: Message) -> _Route:
+        names = [transfer.value.name for transfer in self._carried(message)]
+        if self._is_local(message):
+            return _Route(names, is_local=True, legs=[], is_direct=False)
+        loads: dict[int, list[_Load]] = {}
+        for peer, load in self._loads(message):
+            loads.setdefault(peer, []).append(load)
+        this = dist.get_rank()
+        sends = this in self._ranks_of[self._device_of[message.source, message.pipe]]
+        legs = [
+            _Leg(
+                peer,
+                self._group(this, peer) if sends else self._group(peer, this),
+                loads[peer],
+                str(message),
+                self._timeout_s,
+            )
+            for peer in sorted(loads)
+        ]
+        whole = [load.index for each in loads.values() for load in each if load.dimension is None]
+        return _Route(names, is_local=False, legs=legs, is_direct=len(legs) == 1 and whole == list(range(len(names))))
 
     def _loads(self, message: Message) -> Iterator[tuple[int, _Load]]:
         sources = self._ranks_of[self._device_of[message.source, message.pipe]]
@@ -280,11 +318,6 @@ class Exchange:
         return self._upward if source < target else self._downward
 
 
-def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous ``tensor`` in a type that can be sent: bytes, if its own cannot."""
-    return tensor if tensor.dtype in _SENT_AS_THEY_ARE else tensor.view(-1).view(torch.uint8)
-
-
 def _by_stages(transfers: Sequence[Transfer]) -> _ByStages:
     found: _ByStages = {}
     for transfer in transfers:
@@ -299,8 +332,3 @@ def _joined(arrived: Sequence[tuple[_Load, torch.Tensor]]) -> torch.Tensor:
         return tensors[0]
     dimension = arrived[0][0].dimension
     return sum(tensors[1:], start=tensors[0]) if dimension is None else torch.cat(tensors, dimension)
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # torch returns None only to ranks outside of the group
-    return work

@@ -1,8 +1,13 @@
-"""The executor: one loop over a program's steps, one small function per kind of operation."""
+"""The executor: one loop over a program's steps, one small function per kind of operation.
+
+The host must issue an operation faster than the device runs it. So all that the iterations of a program have in common
+is looked up once, when the program first runs.
+"""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isfinite
 from time import perf_counter
 
@@ -24,7 +29,7 @@ from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.sizes import ShorterSamples, SizedStages
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.totals import Total, Totals
-from auto3d.schedule.operation import Kind
+from auto3d.schedule.operation import Kind, Operation
 from auto3d.schedule.program import Communication, GradientSum, LossSum, Message, PipeStage, Program, Step, without
 
 
@@ -48,6 +53,20 @@ class Peers:
     sync: GradientSync
     totals: Totals
     run_ahead: RunAhead
+
+
+Passes = Sequence[tuple[int, StageModule]]
+"""The micro-batches of a step, each with the stage that runs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A step with all that its program's iterations have in common."""
+
+    operation: Operation
+    later: int | None  # iterations of the program before its own; None: an update or a sync, for that which it ends
+    where: str  # its place in an iteration, for errors
+    calls: Sequence[Callable[[], None]]  # what it does, in this order
 
 
 class Executor:
@@ -89,19 +108,20 @@ class Executor:
         self._waits_for_sums = bool(clip_norm) or self._loss_scale.is_used or self._targets.vary
         self._learning_rate = learning_rate  # iteration, from 0 -> the rate of its updates
         self._program = Program(steps=())  # the one that runs
+        self._steps: list[PreparedStep] = []  # those of the program
+        self._own = {stage for stage, _ in stages}
         self._updates: Counter[PipeStage] = Counter()  # updates of each stage in this program
         self._total: Total | None = None  # sums of this iteration, once an update has needed them
         self._skips = False  # whether this iteration updates nothing
         self._ended = 0  # iterations of this program that this rank has ended
         self._ended_at = 0.0
         self._known = 0  # iterations of this program whose results are known
-        self._run: dict[Kind, Callable[[Step], None]] = {
+        self._runs: dict[Kind, Callable[[Step, Passes], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
-            Kind.SYNC: lambda step: None,  # it only marks the step from which the program may begin the sum
             Kind.UPDATE: self._update,
         }
 
@@ -110,22 +130,24 @@ class Executor:
 
         Results of an asynchronous program come late, because their losses travel while the next iterations run.
         """
-        program = self._start(program, first_iteration)
-        for step in program.steps:
-            self._run_ahead.begin(
-                f"in iteration {self._iteration_of(step)} at {step.operation} of stage {step.operation.stage}"
-            )
-            observer = self._run_ahead.observer
+        self._start(program, first_iteration)
+        run_ahead, last = self._run_ahead, self._steps[-1]
+        for step in self._steps:
+            number = first_iteration + 1 + (self._ended if step.later is None else step.later)
+            run_ahead.begin(f"in iteration {number}{step.where}")
+            observer = run_ahead.observer
             if observer is not None:
                 observer.begin(step.operation)
-            with self._memory.during(step.operation):
-                for communication in step.begins:
-                    self._begin(communication)
-                self._run[step.operation.kind](step)
+            try:
+                for call in step.calls:
+                    call()
+            except Exception as error:
+                self._memory.check(error, step.operation)
+                raise
             if observer is not None:
                 observer.end()
-            self._run_ahead.end()
-            if step.operation.kind is Kind.UPDATE and step is not program.steps[-1] and self._iteration_is_over():
+            run_ahead.end()
+            if step.operation.kind is Kind.UPDATE and step is not last and self._iteration_is_over():
                 yield from self._end_iteration()
         self._exchange.end()
         yield from self._end_iteration()
@@ -147,7 +169,7 @@ class Executor:
         self._sync.follow_weights()
         for optimizer in self._averaging():
             use_weights(optimizer, evaluation=evaluation)
-        self._gather({stage for stage, _ in self._stages})
+        self._gather(self._own)
         return True
 
     def note_weights(self, *, evaluation: bool) -> None:
@@ -173,28 +195,24 @@ class Executor:
         self._known += 1
         return IterationResult(total.loss, total.grad_norm, total.asked_to_end, rate, seconds, self._skips)
 
-    def _iteration_of(self, step: Step) -> int:
-        """The number of the iteration, from 1. An update or a sync counts to the iteration that it ends."""
-        numbers = step.operation.micro_batches
-        later = numbers[0] // self._inputs.micro_batches if numbers else self._ended
-        return self._randomness.iteration + later + 1
-
-    def _start(self, program: Program, first_iteration: int) -> Program:
-        """Begin ``program``, or what of it an incomplete global batch needs; returns that."""
+    def _start(self, program: Program, first_iteration: int) -> None:
+        """Begin ``program``, or what of it an incomplete global batch needs."""
         self.use_weights(evaluation=False)
         batches = self._incomplete_batches
         self._incomplete = incomplete = None if batches is None else batches.of(first_iteration)
-        self._sized = {} if self._shorter is None else self._shorter.of(first_iteration, self._inputs.micro_batches)
+        sized = {} if self._shorter is None else self._shorter.of(first_iteration, self._inputs.micro_batches)
         if batches is not None and incomplete is not None:
             program = without(program, incomplete.absent)
             if incomplete.short is not None:
-                self._sized[incomplete.short] = batches.sized
+                sized[incomplete.short] = batches.sized
+        is_prepared = program is self._program and sized == self._sized
+        self._program, self._sized = program, sized
         if batches is not None:
             for stage in self._all_stages():
                 stage.set_present(1.0 if incomplete is None else incomplete.samples)
-        if batches is not None or self._shorter is not None:
-            self._exchange.set_sizes({number: each.transfers for number, each in self._sized.items()})
-        self._program = program
+        if not is_prepared:
+            self._exchange.set_sizes({number: each.transfers for number, each in sized.items()})
+            self._steps = [self._prepared(step) for step in program.steps]
         self._randomness.iteration = first_iteration
         self._updates.clear()
         self._total, self._skips = None, False
@@ -203,55 +221,60 @@ class Executor:
             stage.weights.start(program.versions[pipe_stage])
         inputs_of = {pipe_stage: stage.stage.inputs for pipe_stage, stage in self._stages.items()}
         self._inputs.start(program, inputs_of, first_iteration, is_complete=incomplete is None)
-        self._sync.zero({stage for stage, _ in self._stages})
+        self._sync.zero(self._own)
         self._exchange.start()
-        return program
 
-    def _begin(self, communication: Communication) -> None:
+    def _prepared(self, step: Step) -> PreparedStep:
+        operation = step.operation
+        passes = [(m, self._stages_of(m)[_pipe_stage(step)]) for m in operation.micro_batches]
+        calls: list[Callable[[], None]] = [self._beginning(communication) for communication in step.begins]
+        if operation.kind is not Kind.SYNC:  # it only marks the step from which the program may begin the sum
+            calls.append(partial(self._runs[operation.kind], step, passes))
+        later = operation.micro_batches[0] // self._inputs.micro_batches if operation.micro_batches else None
+        return PreparedStep(operation, later, f" at {operation} of stage {operation.stage}", calls)
+
+    def _beginning(self, communication: Communication) -> Callable[[], None]:
         match communication:
             case Message():
-                self._exchange.post(communication)
+                return partial(self._exchange.post, communication)
             case GradientSum():
-                self._sync.begin(communication.stages)
+                return partial(self._sync.begin, communication.stages)
             case LossSum():
-                self._totals.begin_sum()
+                return self._totals.begin_sum
 
-    def _stage(self, step: Step, micro_batch: int) -> StageModule:
-        """The stage that runs ``micro_batch`` in ``step``."""
-        sized = self._sized.get(micro_batch)
-        return (self._stages if sized is None else sized.stages)[_pipe_stage(step)]
+    def _stages_of(self, micro_batch: int) -> Mapping[PipeStage, StageModule]:
+        """The stages that run ``micro_batch``, of its size."""
+        return self._sized[micro_batch].stages if micro_batch in self._sized else self._stages
 
     def _all_stages(self) -> list[StageModule]:
         of_others = {id(stage): stage for sized in self._sized.values() for stage in sized.stages.values()}
         return [*self._stages.values(), *of_others.values()]
 
-    def _forward(self, step: Step) -> None:
+    def _forward(self, step: Step, passes: Passes) -> None:
         arrived = self._exchange.receive_for(step)
-        for micro_batch in step.operation.micro_batches:
-            stage = self._stage(step, micro_batch)
+        for micro_batch, stage in passes:
             received = {name: tensor for name, tensors in arrived.get(micro_batch, {}).items() for tensor in tensors}
             inputs = self._inputs.of(micro_batch, stage.stage)
             self._exchange.send_from(step, micro_batch, stage.forward(micro_batch, received, inputs))
 
-    def _backward(self, step: Step) -> None:
+    def _backward(self, step: Step, passes: Passes) -> None:
         arrived = self._exchange.receive_for(step)
         defer_weights = step.operation.kind is Kind.BACKWARD_INPUT
-        for micro_batch in step.operation.micro_batches:
-            stage, gradients = self._stage(step, micro_batch), arrived.get(micro_batch, {})
-            sent_back = stage.backward(micro_batch, gradients, defer_weights=defer_weights)
+        for micro_batch, stage in passes:
+            sent_back = stage.backward(micro_batch, arrived.get(micro_batch, {}), defer_weights=defer_weights)
             self._exchange.send_from(step, micro_batch, sent_back)
 
-    def _recompute(self, step: Step) -> None:
+    def _recompute(self, step: Step, passes: Passes) -> None:
         self._exchange.receive_for(step)
-        for micro_batch in step.operation.micro_batches:
-            self._stage(step, micro_batch).recompute(micro_batch)
+        for micro_batch, stage in passes:
+            stage.recompute(micro_batch)
 
-    def _backward_weight(self, step: Step) -> None:
+    def _backward_weight(self, step: Step, passes: Passes) -> None:
         self._exchange.receive_for(step)
-        for micro_batch in step.operation.micro_batches:
-            self._stage(step, micro_batch).backward_weight(micro_batch)
+        for micro_batch, stage in passes:
+            stage.backward_weight(micro_batch)
 
-    def _update(self, step: Step) -> None:
+    def _update(self, step: Step, passes: Passes) -> None:
         pipe_stage = _pipe_stage(step)
         if not self._waits:  # no need to wait for ranks that still run backwards
             self._sync.wait({pipe_stage[0]})
@@ -272,7 +295,7 @@ class Executor:
             self._gather({pipe_stage[0]})
             self._sync.zero({pipe_stage[0]})
 
-    def _gather(self, stages: Collection[int]) -> None:
+    def _gather(self, stages: Set[int]) -> None:
         """Under ZeRO-1, gather the weights of ``stages``, of which each holder has updated a slice."""
         self._sync.begin_gathers(stages)
         self._sync.wait_for_weights()
@@ -282,7 +305,7 @@ class Executor:
 
         They are known once the gradients of this rank's stages are summed.
         """
-        self._sync.wait({stage for stage, _ in self._stages})
+        self._sync.wait(self._own)
         iteration = self._randomness.iteration
         read = self._inputs.share(iteration)
         total = self._totals.reduce(self._take_loss(0), self._sync.squared_norm(), self._take_counts(0), read)
@@ -344,7 +367,7 @@ class Executor:
         if not self._program.asynchronous and self._total is None:
             self._total, _ = self._reduce_totals()
         if not self._program.asynchronous:
-            self._gather({stage for stage, _ in self._stages})
+            self._gather(self._own)
         self._run_ahead.catch_up()
         now = perf_counter()
         seconds, self._ended_at = now - self._ended_at, now

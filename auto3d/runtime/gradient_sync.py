@@ -3,9 +3,9 @@
 Under ZeRO-1 also the weights, which each of these ranks updates a slice of, and then gathers.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
@@ -148,13 +148,13 @@ class GradientSync:
     def _scatters(self, holders: Holders) -> bool:
         return self._sharded and len(holders.ranks) > 1
 
-    def zero(self, stages: Collection[int]) -> None:
+    def zero(self, stages: Set[int]) -> None:
         """Reset the gradients of ``stages`` to zero."""
         for parameter, holders, _ in self._private:
-            if _concerns(holders, stages):
+            if not stages.isdisjoint(holders.stages):
                 parameter.grad = None
         for bucket in self._names:
-            if _concerns(bucket[0], stages):
+            if not stages.isdisjoint(bucket[0].stages):
                 self._buffers[bucket].zero_()
 
     def begin(self, stages: Sequence[int]) -> None:
@@ -179,25 +179,27 @@ class GradientSync:
         """The tensors that make up the gradients of ``bucket``; each is summed by one collective."""
         return [self._buffers[bucket]]
 
-    def wait(self, stages: Collection[int]) -> None:
+    def wait(self, stages: Set[int]) -> None:
         """Wait for the sums of the gradients of ``stages``."""
-        for begun, holders in self._sums:
-            if _concerns(holders, stages):
+        sums, self._sums = self._sums, []
+        for begun, holders in sums:
+            if stages.isdisjoint(holders.stages):
+                self._sums.append((begun, holders))
+            else:
                 self._wait(begun, self._what(holders))
-        self._sums = [(begun, holders) for begun, holders in self._sums if not _concerns(holders, stages)]
 
     def _wait(self, begun: Begun, what: str) -> None:
         for work in begun.works:
             self._run_ahead.wait(work, what)
         begun.finish()
 
-    def begin_gathers(self, stages: Collection[int]) -> None:
+    def begin_gathers(self, stages: Set[int]) -> None:
         """Begin to gather the weights of ``stages`` that their holders have updated slices of.
 
         The ranks call it in one order: once all stages of an iteration are updated, or at once where every rank has
         one stage. So no two ranks wait for each other in different gathers.
         """
-        for bucket in sorted(bucket for bucket in self._names if _concerns(bucket[0], stages)):
+        for bucket in sorted(bucket for bucket in self._names if not stages.isdisjoint(bucket[0].stages)):
             holders, _ = bucket
             if self._scatters(holders):
                 with waiting_for(_gather_of(holders), self._timeout_s):
@@ -223,7 +225,7 @@ class GradientSync:
         """What this rank adds to the squared norm of all gradients: a holder counts its slice, or the first one all."""
         counted = [gradient for gradient in self._counted.values() if len(gradient)]
         counted += [parameter.grad for parameter, _, counts in self._private if counts and parameter.grad is not None]
-        norms = [norm for gradient in counted for norm in _norms(gradient)]
+        norms = list(chain.from_iterable(map(_norms, counted)))
         return torch.cat(norms).double().square().sum() if norms else 0.0
 
     def scale(self, factor: float) -> None:
@@ -237,11 +239,7 @@ def _gather_of(holders: Holders) -> str:
     return f"the weights that other ranks of {holders} update"
 
 
-def _concerns(holders: Holders, stages: Collection[int]) -> bool:
-    return any(stage in holders.stages for stage in stages)
-
-
-def _norms(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
+def _norms(gradient: torch.Tensor) -> list[torch.Tensor]:
     """Norms of rows that are short enough for float32.
 
     The caller adds their squares in float64; summing all elements in float64 would take twenty times as long on a CPU.
@@ -249,10 +247,12 @@ def _norms(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
     values = gradient.flatten()
     dtype = torch.promote_types(values.dtype, torch.float32)
     whole = values.numel() // ROW * ROW
+    norms = []
     if whole:
-        yield torch.linalg.vector_norm(values[:whole].view(-1, ROW), dim=1, dtype=dtype)
+        norms.append(torch.linalg.vector_norm(values[:whole].view(-1, ROW), dim=1, dtype=dtype))
     if whole < values.numel():
-        yield torch.linalg.vector_norm(values[whole:], dtype=dtype).view(1)
+        norms.append(torch.linalg.vector_norm(values[whole:], dtype=dtype).view(1))
+    return norms
 
 
 def packed_starts(parameters: Mapping[str, nn.Parameter]) -> tuple[dict[str, int], int]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from auto3d.runtime.clock import Clock, Mark
@@ -39,14 +39,6 @@ class ObservedOperation:
         return max(0.0, self.end_s - self.begin_s - self.waited_s)
 
 
-@dataclass(slots=True)
-class _Marks:
-    operation: Operation
-    begin: Mark
-    end: Mark | None = None
-    waits: list[tuple[Mark, Mark | None]] = field(default_factory=list)
-
-
 class OperationTimes:
     """A StepObserver that marks the device's time, and gives the times once the device is idle.
 
@@ -57,20 +49,20 @@ class OperationTimes:
     def __init__(self, clock: Clock) -> None:
         self.annotate: Callable[[str], AbstractContextManager[object]] | None = None
         self._annotation: AbstractContextManager[object] | None = None
-        self._clock = clock
-        self._marks: list[_Marks] = []
-        self._present: _Marks | None = None
+        self._seconds, self._mark = clock.seconds, clock.mark
+        self._marks: list[tuple[Operation, list[Mark]]] = []  # begin, begin and end of each wait, and end
+        self._present: list[Mark] | None = None  # marks of the operation that runs
 
     def begin(self, operation: Operation) -> None:
         if self.annotate is not None:
             self._annotation = self.annotate(str(operation))
             self._annotation.__enter__()
-        self._present = _Marks(operation, self._clock.mark())
-        self._marks.append(self._present)
+        self._present = [self._mark()]
+        self._marks.append((operation, self._present))
 
     def end(self) -> None:
         assert self._present is not None
-        self._present.end = self._clock.mark()
+        self._present.append(self._mark())
         self._present = None
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)
@@ -78,24 +70,15 @@ class OperationTimes:
 
     def begin_wait(self) -> None:
         if self._present is not None:  # otherwise it is between operations
-            self._present.waits.append((self._clock.mark(), None))
+            self._present.append(self._mark())
 
-    def end_wait(self) -> None:
-        if self._present is not None:
-            begin, _ = self._present.waits[-1]
-            self._present.waits[-1] = begin, self._clock.mark()
+    end_wait = begin_wait
 
     def take(self, origin: Mark) -> list[ObservedOperation]:
         """The operations since the last call, in order, in seconds after ``origin``; the device has run them all."""
-        marks, self._marks = self._marks, []
-        seconds = self._clock.seconds
-        return [
-            ObservedOperation(
-                each.operation,
-                seconds(origin, each.begin),
-                seconds(origin, each.end),
-                sum(seconds(begin, end) for begin, end in each.waits if end is not None),
-            )
-            for each in marks
-            if each.end is not None
-        ]
+        taken, self._marks = self._marks, []
+        found, seconds = [], self._seconds
+        for operation, (begin, *waits, end) in taken:
+            waited_s = sum(map(seconds, waits[::2], waits[1::2]))
+            found.append(ObservedOperation(operation, seconds(origin, begin), seconds(origin, end), waited_s))
+        return found

@@ -52,13 +52,18 @@ class MemoryWatch:
 
     @contextmanager
     def during(self, what: object) -> Iterator[None]:
-        """Raise an OutOfMemoryError that names ``what``, for example an operation, if memory runs out inside."""
+        """Raise an OutOfMemoryError that names ``what`` if memory runs out inside."""
         try:
             yield
         except Exception as error:
-            if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
-                raise
-            raise OutOfMemoryError(
-                f"rank {dist.get_rank()} ({socket.gethostname()}) ran out of memory in {what}; predicted for pipeline "
-                f"device {self.device}: {self.predicted}"
-            ) from error
+            self.check(error, what)
+            raise
+
+    def check(self, error: Exception, what: object) -> None:
+        """Raise an OutOfMemoryError that names ``what``, such as an operation, if ``error`` is that memory ran out."""
+        if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
+            return
+        raise OutOfMemoryError(
+            f"rank {dist.get_rank()} ({socket.gethostname()}) ran out of memory in {what}; predicted for pipeline "
+            f"device {self.device}: {self.predicted}"
+        ) from error

@@ -40,6 +40,8 @@ class Randomness:
         self._first_micro_batch = first_micro_batch
         self._micro_batches = micro_batches
         self._replica, self._replicas = replica, replicas
+        self._mixed_for: tuple[int, int] | None = None  # iteration and micro-batch
+        self._mixed = 0  # the mix of all that the operations of that micro-batch have in common
         if device.type == "cuda":
             self._generator = torch.cuda.default_generators[device.index]
         else:
@@ -50,13 +52,15 @@ class Randomness:
 
         With ``shard``, the numbers are this shard's own.
         """
-        later, index = divmod(self.micro_batch, self._micro_batches)
-        batch_slice = (self._first_micro_batch + index) * self._replicas + self._replica
-        mixed = 0
-        numbers = (self._seed, self.iteration + later, batch_slice, operation)
-        for number in numbers if shard is None else (*numbers, shard):
-            mixed = _mix(mixed ^ (number & _MASK))
-        self._generator.manual_seed(mixed)
+        if self._mixed_for != (self.iteration, self.micro_batch):
+            self._mixed_for = self.iteration, self.micro_batch
+            later, index = divmod(self.micro_batch, self._micro_batches)
+            batch_slice = (self._first_micro_batch + index) * self._replicas + self._replica
+            self._mixed = 0
+            for number in (self._seed, self.iteration + later, batch_slice):
+                self._mixed = _mix(self._mixed ^ (number & _MASK))
+        mixed = _mix(self._mixed ^ (operation & _MASK))
+        self._generator.manual_seed(mixed if shard is None else _mix(mixed ^ (shard & _MASK)))
 
 
 class SeededOperation(nn.Module):

@@ -43,14 +43,25 @@ class RunAhead:
 
     def begin(self, at: str) -> None:
         """Begin the operation that ``at`` describes in errors, once the device is near enough."""
-        self._wait_until(OPERATIONS_AHEAD)
+        if self._queued:
+            self._wait_until(OPERATIONS_AHEAD)
         self._at = at
         THIS_RANK.set_phase(at)
 
     def wait(self, work: dist.Work, what: str) -> None:
         """Let everything that is queued from now on wait for ``work``, which errors call ``what``."""
-        with self.waiting():
-            self._wait(work, what)
+        if self.observer is not None:
+            self.observer.begin_wait()
+        if self._has_queue:
+            work.wait()
+            # An event behind the wait, not the Work: a Work of NCCL owns the tensors of its result.
+            arrived = torch.cuda.Event()
+            arrived.record()
+            self._waits.append((arrived, what))
+        else:
+            wait(work, timeout_s=self.timeout_s, what=what)
+        if self.observer is not None:
+            self.observer.end_wait()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -60,16 +71,6 @@ class RunAhead:
         yield
         if self.observer is not None:
             self.observer.end_wait()
-
-    def _wait(self, work: dist.Work, what: str) -> None:
-        if self._has_queue:
-            work.wait()
-            # An event behind the wait, not the Work: a Work of NCCL owns the tensors of its result.
-            arrived = torch.cuda.Event()
-            arrived.record()
-            self._waits.append((arrived, what))
-        else:
-            wait(work, timeout_s=self.timeout_s, what=what)
 
     def end(self) -> None:
         """Note that the operation is queued."""

@@ -23,27 +23,41 @@ class PeerLostError(ConnectionError):
     """A rank that another one was waiting for is gone."""
 
 
-@contextmanager
-def waiting_for(what: str, timeout_s: float) -> Iterator[None]:
+class Waiting:
+    """A wait for ``what``; ``waiting_for`` makes it. A class, since a generator's context takes twice the calls."""
+
+    __slots__ = ("_start", "_timeout_s", "_what")
+
+    def __init__(self, what: str, timeout_s: float) -> None:
+        self._what, self._timeout_s = what, timeout_s
+
+    def __enter__(self) -> None:
+        self._start = monotonic()
+        THIS_RANK.set_waiting_for(self._what)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            THIS_RANK.set_computing()
+        if not isinstance(error, RuntimeError) or is_local_failure(error):
+            return
+        if monotonic() - self._start >= self._timeout_s * 0.99:
+            raise WaitTimeoutError(f"{THIS_RANK} waited {self._timeout_s:g} s for {self._what}") from error
+        if is_nccl_timeout(error):
+            raise WaitTimeoutError(
+                f"{THIS_RANK} waited for {self._what} until NCCL's time-out ({_cause(error)})"
+            ) from error
+        raise PeerLostError(
+            f"{THIS_RANK} was waiting for {self._what} when the connection broke ({_cause(error)})"
+        ) from error
+
+
+def waiting_for(what: str, timeout_s: float) -> Waiting:
     """Turn errors of torch.distributed inside into WaitTimeoutError or PeerLostError, which say ``what`` was awaited.
 
-    A failure of this rank (out of memory, of its device, of its use of NCCL) is raised unchanged.
+    A failure of this rank (out of memory, of its device, of its use of NCCL) is raised unchanged. What it returns can
+    be entered again and again.
     """
-    start = monotonic()
-    THIS_RANK.set_waiting_for(what)
-    try:
-        yield
-    except RuntimeError as error:
-        if is_local_failure(error):
-            raise
-        if monotonic() - start >= timeout_s * 0.99:
-            raise WaitTimeoutError(f"{THIS_RANK} waited {timeout_s:g} s for {what}") from error
-        if is_nccl_timeout(error):
-            raise WaitTimeoutError(f"{THIS_RANK} waited for {what} until NCCL's time-out ({_cause(error)})") from error
-        raise PeerLostError(
-            f"{THIS_RANK} was waiting for {what} when the connection broke ({_cause(error)})"
-        ) from error
-    THIS_RANK.set_computing()
+    return Waiting(what, timeout_s)
 
 
 @contextmanager
@@ -70,9 +84,10 @@ def wait(work: dist.Work, *, timeout_s: float, what: str) -> None:
 
     If its group uses gloo, the group must have the same ``timeout_s``.
     """
-    with waiting_for(what, timeout_s):
+    with Waiting(what, timeout_s):
         work.wait()  # with gloo this call blocks; with NCCL only the device's queue waits
-    poll(work.is_completed, timeout_s=timeout_s, what=what)
+    if not work.is_completed():
+        poll(work.is_completed, timeout_s=timeout_s, what=what)
 
 
 def poll(is_done: Callable[[], bool], *, timeout_s: float, what: str) -> None:

@@ -2,14 +2,14 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from auto3d.schedule.operation import Kind, Operation
 
 PipeStage = tuple[int, int]  # (stage, pipe): a stage as it stands on one pipe
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):  # whose hash is not Python code
     """What stage ``source`` sends stage ``target`` for one micro-batch: activations (kind F) or their gradients (B)."""
 
     kind: Kind

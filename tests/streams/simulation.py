@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from auto3d.capture.graph import Value
+from auto3d.cost.memory.device import NOTHING
 from auto3d.data import Reading
 from auto3d.mesh import REPLICA, TENSOR, Mesh
 from auto3d.partition.stage import Transfer
@@ -23,12 +24,13 @@ from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor, IterationResult, Peers
 from auto3d.runtime.gradient_sync import GradientSync, Holders, holders
 from auto3d.runtime.inputs import MicroBatchInputs
+from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.run_ahead import OPERATIONS_AHEAD, RunAhead
 from auto3d.runtime.settings import OptimizerSettings
 from auto3d.runtime.totals import Totals
 from auto3d.runtime.world import connect
 from auto3d.schedule.lowering import lower
-from auto3d.schedule.operation import Schedule
+from auto3d.schedule.operation import Operation, Schedule
 from auto3d.schedule.program import Program
 from tests.streams.fake_distributed import FakeDistributed
 from tests.streams.fake_stage import ELEMENTS, FakeOptimizer, FakeStage, Numbers
@@ -222,10 +224,11 @@ def _run_rank(
         ),
         Peers(exchange=messages, sync=sync, totals=sums, run_ahead=ahead),
         randomness=SimpleNamespace(iteration=0),
-        memory=_Steps(case, rank),
+        memory=MemoryWatch(position, NOTHING),
         clip_norm=NO_CLIPPING if case.clip else 0.0,
         learning_rate=lambda iteration: 1.0,
     )
+    runner.observe(_Steps(case, rank))
     return [list(runner.run(program, number * schedule.iterations)) for number in range(PROGRAMS)]
 
 
@@ -290,7 +293,7 @@ def bytes_of_messages(program: Program, case: Case, device: int) -> int:
 
 
 class _Steps:
-    """Stands in for a MemoryWatch: it sees when steps begin, and counts those that the device has not completed."""
+    """A StepObserver that sees when steps begin, and counts those that the device has not completed."""
 
     def __init__(self, case: Case, rank: int) -> None:
         self._case = case
@@ -300,9 +303,9 @@ class _Steps:
         self._chosen = draw.randrange(max(lengths)) if chosen == rank else None
         self._count = 0
         self._ends: list[Record] = []
+        self._operation: Operation | None = None
 
-    @contextmanager
-    def during(self, what: object) -> Iterator[None]:
+    def begin(self, operation: Operation) -> None:
         host = current()
         host.spend()
         synchronise = self._case.synchronise
@@ -310,9 +313,16 @@ class _Steps:
             host.synchronize()
         self._ends = [end for end in self._ends if not end.done]
         assert len(self._ends) <= OPERATIONS_AHEAD, f"{len(self._ends)} operations ahead"
-        yield
-        self._ends.append(host.device.current.record(f"the end of {what}"))
+        self._operation = operation
+
+    def end(self) -> None:
+        self._ends.append(current().device.current.record(f"the end of {self._operation}"))
         self._count += 1
+
+    def begin_wait(self) -> None:
+        """Waits are seen by the simulation itself."""
+
+    end_wait = begin_wait
 
 
 def _before_call(case: Case) -> None:
