@@ -73,6 +73,8 @@ class Traffic:
     rings use different lanes. Several such groups share the lanes of a node.
     """
 
+    shares_links = True
+
     def __init__(self, cluster: Cluster, groups: Sequence[Group]) -> None:
         self._cluster = cluster
         self._links: dict[_Homes, Link] = {}
@@ -202,6 +204,8 @@ class AmpTraffic(Traffic):
 
     A message has the whole bandwidth of the link between its two devices, whatever else uses the link.
     """
+
+    shares_links = False
 
     def group_link(self, group: Group) -> GroupLink:
         """The link of ``group`` with the bandwidths of the hops of its ring."""

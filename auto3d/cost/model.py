@@ -408,10 +408,14 @@ class CostModel:
         return tuple(sharing)
 
     def _traffic_of(self, plan: Plan) -> PlacedTraffic:
-        return self._traffic(plan.meshes, shape_of(plan).homes)
+        shape = shape_of(plan)
+        return self._traffic(plan.meshes, shape.homes, shape.alternates)
 
-    def _make_traffic(self, meshes: tuple[Mesh, ...], homes: tuple[tuple[int, ...], ...]) -> PlacedTraffic:
-        return PlacedTraffic(self.cluster, meshes, homes, TRAFFIC.get(self.method, Traffic))
+    def _make_traffic(
+        self, meshes: tuple[Mesh, ...], homes: tuple[tuple[int, ...], ...], alternates: bool
+    ) -> PlacedTraffic:
+        traffic = TRAFFIC.get(self.method, Traffic)
+        return PlacedTraffic(self.cluster, meshes, homes, traffic, alternates=alternates)
 
 
 def _bandwidth(link: GroupLink) -> float:

@@ -1,12 +1,13 @@
 """The groups that communicate at the same time under a placement on a cluster, and the kinds of devices of each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.collectives import GroupLink, Traffic
+from auto3d.cost.message_links import MessageLinks, Sent, sent_between
 from auto3d.mesh import PIPELINE, TENSOR, Mesh
 from auto3d.resplit import pieces
 
@@ -20,7 +21,8 @@ class PlacedTraffic:
     link of its first tensor-parallel group. ``distinct_pipelines`` has one pipeline of each kind: pipelines of one kind
     take equally long. ``holders`` lists, for each stage, the ranks that hold a copy of the first tensor-parallel shard
     of its weights. ``crosses`` says whether messages between pipeline devices cross nodes. ``traffic`` is the kind of
-    Traffic: how links are shared, and what collectives take on them.
+    Traffic: how links are shared, and what collectives take on them. ``alternates`` says whether forwards and backwards
+    alternate, so that activations and gradients travel at the same time.
     """
 
     def __init__(
@@ -29,6 +31,8 @@ class PlacedTraffic:
         meshes: Sequence[Mesh],
         homes: tuple[tuple[int, ...], ...],
         traffic: type[Traffic] = Traffic,
+        *,
+        alternates: bool = True,
     ) -> None:
         self._traffic = traffic
         self.homes, self._tp = homes, meshes[0].size(TENSOR)
@@ -40,13 +44,8 @@ class PlacedTraffic:
         self.distinct_pipelines = self._find_distinct(len(pipelines), len(meshes))
         # Besides its operations, an iteration takes the time of the slowest host and an all-reduce of loss and norm.
         self.iteration_s = max(kind.iteration_s for kind in dict.fromkeys(self._slowest.values()))
-        pairs = [
-            (source, target)
-            for here, there in pairwise(meshes)
-            for one in pipelines
-            for source, target in zip(here.at(pipeline=one), there.at(pipeline=one), strict=False)
-        ]
-        self.crosses = any(cluster.node_of[source] != cluster.node_of[target] for source, target in pairs)
+        links = MessageLinks(cluster, self._sent(len(pipelines)), both_ways=alternates)
+        self.crosses = links.crosses
         every_rank = [rank for mesh in meshes for rank in mesh.ranks]
         nodes = {cluster.node_of[rank] for rank in every_rank}
         measured = cluster.nodes[min(nodes)].collectives
@@ -56,8 +55,8 @@ class PlacedTraffic:
         if self._tp > 1:
             inside = traffic(cluster, [group for mesh in meshes for group in mesh.groups(TENSOR)])
             self.tensor = {key: inside.group_link(ranks[: self._tp]) for key, ranks in self._ranks.items()}
-        # A message to the next stage and one from it travel at the same time, in opposite directions.
-        self._messages = traffic(cluster, pairs)
+        alone = traffic(cluster, [])
+        self._link = links.link if traffic.shares_links else lambda source, target: alone.link((source, target))
         self.routes = cache(self._find_routes)
         self.holders = [_shard_holders(meshes, stage_homes, 0) for stage_homes in homes]
         # Stages on the same devices reduce their gradients one after the other, as in the simulator.
@@ -72,6 +71,18 @@ class PlacedTraffic:
         """The ranks of one pipeline device in one pipeline."""
         return self._ranks[device, pipeline]
 
+    def _sent(self, pipelines: int) -> Sent:
+        """The messages of a forward, in all pipelines and of all shards."""
+        pairs = {pair for here, there in pairwise(self.homes) for pair in zip(here, there, strict=True)}
+        return sent_between(
+            [
+                (here, there, [*_exchanging(self._ranks[here, one], self._ranks[there, one], self._tp)])
+                for here, there in sorted(pairs)
+                if here != there
+                for one in range(pipelines)
+            ]
+        )
+
     def _find_routes(self, source: int, target: int, pipeline: int) -> tuple["Route", ...]:
         """The routes of a micro-batch from pipeline device ``source`` to ``target`` in one pipeline."""
         here, there = (self._ranks[device, pipeline][:: self._tp] for device in (source, target))
@@ -80,7 +91,7 @@ class PlacedTraffic:
             Route(
                 sender=piece.source,
                 receiver=piece.target,
-                link=self._messages.link((here[piece.source], there[piece.target])),
+                link=self._link(here[piece.source], there[piece.target]),
                 part=piece.length / whole,
             )
             for piece in pieces(whole, sources=len(here), targets=len(there))
@@ -131,6 +142,17 @@ class Route(NamedTuple):
     receiver: int
     link: Link
     part: float
+
+
+def _exchanging(here: Sequence[int], there: Sequence[int], tp: int) -> Iterator[tuple[int, int]]:
+    """The pairs of ranks of two pipeline devices that exchange samples; each tensor-parallel rank has its peer."""
+    if len(here) == len(there):
+        yield from zip(here, there, strict=True)
+        return
+    sources, targets = len(here) // tp, len(there) // tp
+    for piece in pieces(sources * targets, sources=sources, targets=targets):
+        source, target = piece.source * tp, piece.target * tp
+        yield from zip(here[source : source + tp], there[target : target + tp], strict=True)
 
 
 def _shard_holders(meshes: Sequence[Mesh], devices: Sequence[int], shard: int) -> tuple[int, ...]:

@@ -3,20 +3,20 @@
 A search reads them of many more plans than it simulates.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from auto3d.plan import Plan
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.in_flight import in_flight
-from auto3d.schedule.operation import Kind, Schedule
+from auto3d.schedule.operation import BACKWARDS, Kind, Operation, Schedule
 from auto3d.schedule.options import RECOMPUTE, SYNC, recomputing
 from auto3d.share import Share, share_of
 
 PERIODS = 2  # every periodic schedule repeats itself after this many periods
 
-_WEIGHT_HALF = Kind.BACKWARD_WEIGHT
+_FORWARD, _WEIGHT_HALF = Kind.FORWARD, Kind.BACKWARD_WEIGHT
 
 Listing = tuple[str, int, int, tuple[tuple[str, int | str], ...]]
 """Name of a schedule, pipeline devices, micro-batches, and options."""
@@ -39,6 +39,7 @@ class Shape:
     grows: bool  # whether more micro-batches are in flight the more an iteration has
     asynchronous: bool  # whether micro-batches see older versions of the weights
     split: frozenset[int]  # stages on which the weight half of some backward is an operation of its own
+    alternates: bool  # whether some device runs a forward after a backward
 
     @property
     def sample_parts(self) -> int:
@@ -135,7 +136,18 @@ def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str
         grows=grows,
         asynchronous=bool(listed.weight_version),
         split=frozenset(o.stage for operations in listed.operations for o in operations if o.kind is _WEIGHT_HALF),
+        alternates=any(map(_alternates, listed.operations)),
     )
+
+
+def _alternates(operations: Sequence[Operation]) -> bool:
+    """Whether a forward follows a backward."""
+    begun = False
+    for operation in operations:
+        if operation.kind is _FORWARD and begun:
+            return True
+        begun = begun or operation.kind in BACKWARDS
+    return False
 
 
 def without_recompute(listing: Listing) -> Listing:

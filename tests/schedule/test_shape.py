@@ -9,7 +9,7 @@ from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.in_flight import in_flight
 from auto3d.schedule.lowering import lower
 from auto3d.schedule.moments import COUNTS, all_moments, highest_moments
-from auto3d.schedule.operation import Kind, Schedule
+from auto3d.schedule.operation import BACKWARDS, Kind, Schedule
 from auto3d.schedule.shape import Shape, shape
 from tests.schedule.samples import BY_RULE
 from tests.soak import soak
@@ -55,6 +55,11 @@ def assert_shape(predicted: Shape, listed: Schedule) -> None:
         assert getattr(predicted, field) == getattr(listed, field), field
     halves = {o.stage for operations in listed.operations for o in operations if o.kind is Kind.BACKWARD_WEIGHT}
     assert predicted.split == halves
+    passes = [
+        [o.kind is Kind.FORWARD for o in each if o.kind is Kind.FORWARD or o.kind in BACKWARDS]
+        for each in listed.operations
+    ]
+    assert predicted.alternates == any(each != sorted(each, reverse=True) for each in passes)
     assert predicted.schedule() == listed
 
 
