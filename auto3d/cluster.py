@@ -41,6 +41,7 @@ class Accelerator:
     collective_launch_s: float = 10e-6  # launch of a collective in a stage, for each other rank of the collective
     crossing_launch_s: float | None = None
     """``collective_launch_s`` where pipeline messages cross nodes, which takes time of the hosts; None: the same."""
+    operation_s: float = 0.0  # host time for each operation of the schedule, in addition to the launches inside it
     micro_batch_s: float = 0.0  # host time for each micro-batch of a stage, in addition to its operations
     iteration_s: float = 0.0  # fixed time of each iteration: loss scale, gradient norm, data
     update_s: float | None = None  # optimizer's update of one parameter; None: computed from its memory traffic
@@ -50,7 +51,7 @@ class Accelerator:
     def __post_init__(self) -> None:
         for name in ("peak_flops", "memory_bandwidth", "matrix_efficiency", "memory_efficiency"):
             _check(f"accelerator {self.name}: {name}", getattr(self, name), above_zero=True)
-        not_negative = ("half_flops", "launch_s", "collective_launch_s", "micro_batch_s", "iteration_s")
+        not_negative = ("half_flops", "launch_s", "collective_launch_s", "operation_s", "micro_batch_s", "iteration_s")
         for name in (*not_negative, "sync_start_s", "sync_slowdown"):
             _check(f"accelerator {self.name}: {name}", getattr(self, name), above_zero=False)
         for _, rate in self.unaligned:
@@ -61,6 +62,12 @@ class Accelerator:
         if self.crossing_launch_s is None:
             return self
         return replace(self, collective_launch_s=self.crossing_launch_s)
+
+    def without_host(self) -> "Accelerator":
+        """This accelerator with a host that takes no time for a pass."""
+        return replace(
+            self, launch_s=0.0, collective_launch_s=0.0, crossing_launch_s=None, operation_s=0.0, micro_batch_s=0.0
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

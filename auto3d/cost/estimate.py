@@ -24,6 +24,7 @@ class Estimate:
 
     seconds: float
     compute_s: float  # compute of the busiest device, including recomputation
+    host_s: float = 0.0  # time by which its host makes these operations longer: launches, and the runtime's own
     tensor_s: float  # tensor-parallel collectives that compute does not hide
     message_s: float  # messages between stages that compute does not hide
     sync_s: float  # gradient syncs that compute does not hide, and what the others cost the compute beside them

@@ -158,9 +158,15 @@ class CostModel:
         )
         without_tensor = seconds_of(shape, without_collectives)
         compute, update = busiest(shape, without_collectives)
+        of_device, _ = busiest(
+            shape,
+            replace(self.costs(plan, pipeline, collectives=False, host=False), sync=none, messages=silent.messages),
+        )
+        waits = max(0.0, compute - of_device)
         return Estimate(
             seconds=whole + traffic.iteration_s,
-            compute_s=compute,
+            compute_s=compute - waits,
+            host_s=waits,
             tensor_s=without_messages - without_tensor,
             message_s=without_sync - without_messages,
             sync_s=whole - without_sync,
@@ -186,10 +192,11 @@ class CostModel:
         traffic = self._traffic_of(plan)
         return traffic.iteration_s, tuple(self.costs(plan, pipeline) for pipeline in traffic.distinct_pipelines)
 
-    def costs(self, plan: Plan, pipeline: int = 0, *, collectives: bool = True) -> Costs:
+    def costs(self, plan: Plan, pipeline: int = 0, *, collectives: bool = True, host: bool = True) -> Costs:
         """The costs of one of the plan's dp pipelines, as the simulator takes them.
 
-        Without ``collectives``, the collectives of tensor parallelism take no time.
+        Without ``collectives``, the collectives of tensor parallelism take no time; without ``host``, nothing waits for
+        the host.
         """
         shape, shares = shape_of(plan), shares_of(plan)
         traffic = self._traffic_of(plan)
@@ -202,6 +209,8 @@ class CostModel:
             accelerator = traffic.accelerator(home, pipeline)
             if traffic.crosses:
                 accelerator = accelerator.crossing()
+            if not host:
+                accelerator = accelerator.without_host()
             link = traffic.tensor[home[0], pipeline] if plan.tp > 1 and collectives else None
             recompute = number in shape.recompute
             passes.append([self._pass_times(stage, recompute, share, accelerator, link, *sizes) for share in shares])

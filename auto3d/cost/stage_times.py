@@ -70,7 +70,8 @@ class StageTimes:
     ) -> tuple[float, float, float]:
         """Seconds of one micro-batch: forward, backward, and the weight half that the backward contains.
 
-        If it is ``halved``, it consists of two halves of ``samples`` each, which take turns.
+        If it is ``halved``, it consists of two halves of ``samples`` each, which take turns. No pass is shorter than
+        the host needs for it.
         """
         times = self._times(samples, accelerator, share)
         total = sum((times.range(first, last) for first, last in operations), start=np.zeros(5))
@@ -79,13 +80,14 @@ class StageTimes:
                 sub_pipelined_s(self._segments(samples, accelerator, share, link, operations, forward=direction))
                 for direction in (True, False)
             )
-            return max(forward, 2 * float(total[1])), max(backward, 2 * float(total[3])), 2 * float(total[4])
+            hosts = [2 * float(total[row]) + accelerator.operation_s for row in (1, 3)]
+            return max(forward, hosts[0]), max(backward, hosts[1]), 2 * float(total[4])
         exchanged = np.zeros(2)
         if link is not None:
             table = self._collectives(samples, share, link)
             exchanged = sum((table[:, last] - table[:, first] for first, last in operations), start=exchanged)
-        forward = max(float(self._busy(total[0], exchanged[0], share)), float(total[1]))
-        backward = max(float(self._busy(total[2], exchanged[1], share)), float(total[3]))
+        forward = max(float(self._busy(total[0], exchanged[0], share)), float(total[1]) + accelerator.operation_s)
+        backward = max(float(self._busy(total[2], exchanged[1], share)), float(total[3]) + accelerator.operation_s)
         return forward, backward, float(total[4])
 
     def _busy(self, compute: np.ndarray, exchanged: np.ndarray, share: Share) -> np.ndarray:

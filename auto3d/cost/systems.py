@@ -12,7 +12,7 @@ from auto3d.cost.system_times import (
     MEGATRON_TE_TIMES,
     MEGATRON_TIMES,
     NANOTRON_TIMES,
-    OWN,
+    NOTHING,
     SystemTimes,
 )
 
@@ -44,7 +44,7 @@ class System:
     gradient_placeholders: bool = False
     """The backward of a product returns an unused gradient in the weights' precision: one buffer for each shape, which
     stays. The buffer of the product before the loss is allocated when that product runs."""
-    times: SystemTimes = OWN
+    times: SystemTimes = NOTHING
 
 
 MEGATRON = System(

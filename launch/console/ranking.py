@@ -34,8 +34,10 @@ HEADINGS = (
     *(AXES[name].heading for name in NAMED),
     "more",
 )
+HOST_BINDS = 0.05  # part of an iteration
 PARTS = {
     "compute": "compute_s",
+    "host": "host_s",
     "bubble": "bubble_s",
     "exposed tp": "tensor_s",
     "exposed p2p": "message_s",
@@ -116,12 +118,20 @@ def _reasons(refused: Refusals) -> str:
 
 def _explanation(search: Search, ranked: Sequence[Ranked]) -> str:
     """How the first few plans spend their time, one row each."""
-    rows = []
+    rows, bound = [], []
     for place, one in enumerate(ranked[:EXPLAINED], 1):
         estimate = search.maker.model.estimate(one.plan)
+        if (share := estimate.host_s / estimate.seconds) >= HOST_BINDS:
+            bound.append(f"{share:.0%} of plan {place}")
         parts = [f"{getattr(estimate, name):.3g}" for name in PARTS.values()]
         rows.append((place, f"{estimate.seconds:.4g}", *parts, plan_name(one.plan)))
-    return tabulate(rows, ["", "all", *PARTS, "plan"], disable_numparse=True)
+    shown = tabulate(rows, ["", "all", *PARTS, "plan"], disable_numparse=True)
+    if not bound:
+        return shown
+    return (
+        f"{shown}\nthe host binds: its device waits for launches and for the runtime in {', '.join(bound)}; larger "
+        "micro-batches and less tensor parallelism give each launch more to compute"
+    )
 
 
 def _memory(search: Search, best: Ranked) -> str:

@@ -1,8 +1,9 @@
 // Charts of all plans: where the time goes, time against memory, predicted against measured.
 
 const PARTS = [
-  ["compute_s", "compute", "compute"], ["bubble_s", "bubble", "bubble"], ["tensor_s", "exposed tp", "tensor"],
-  ["message_s", "exposed p2p", "message"], ["sync_s", "exposed dp", "sync"], ["update_s", "update", "update"],
+  ["compute_s", "compute", "compute"], ["host_s", "host", "host"], ["bubble_s", "bubble", "bubble"],
+  ["tensor_s", "exposed tp", "tensor"], ["message_s", "exposed p2p", "message"],
+  ["sync_s", "exposed dp", "sync"], ["update_s", "update", "update"],
 ];
 const CONFIG = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
 

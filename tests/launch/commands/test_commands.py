@@ -201,7 +201,7 @@ def test_plan_ranks_candidates_and_counts_those_that_cannot_be(folder, auto3d):
     assert times == sorted(times)
     assert {one["problem"] for one in kept} == {""}
     best = kept[0]
-    parts = ("compute_s", "bubble_s", "tensor_s", "message_s", "sync_s", "update_s")
+    parts = ("compute_s", "host_s", "bubble_s", "tensor_s", "message_s", "sync_s", "update_s")
     assert sum(best["estimate"][part] for part in parts) == pytest.approx(best["predicted_s"])
     counts = {one["reason"]: one["count"] for one in found["infeasible"]}
     assert sum("global_batch: 8 does not divide" in reason for reason in counts) == 1
