@@ -2,22 +2,31 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import geometric_mean
 
 from auto3d.cluster import Accelerator
 from auto3d.cost.model import CostModel
 from auto3d.cost.system_times import DEEPSPEED_TIMES
 
 LEFT_OUT = "auto3d-left-out"  # the predictor by these cost models
-# Products as an H100 ran them alone (results/cuda), in proportion to the peak, and the round figure of traffic.
-MATRIX_EFFICIENCY, HALF_SECONDS, MEMORY_EFFICIENCY = 0.79, 4e9 / 989e12, 0.8
+ITERATIONS = {
+    "A100": (0.8, 13.2e9 / 312e12),
+    "B200": (0.547, 45e9 / 2250e12),
+    "H100": (0.528, 8.16e9 / 989e12),
+    "V100": (0.58, 0.25e9 / 125e12),
+}
+"""Family -> matrix_efficiency, and half_flops over the peak, of the file in recipes/accelerators/ whose figures in 16
+bits were fitted to whole iterations: A100-80GB, B200-180GB (whose half_flops is round), H100-80GB-nanotron, V100-16GB.
+Products that a device runs alone reach more of its peak: 0.79 on an H100 (results/cuda)."""
+MEMORY_EFFICIENCY = 0.8  # the round figure of traffic
 
 
 def _products(kind: Accelerator) -> Accelerator:
+    """``kind`` with the products of the other families' iterations: the geometric means of their figures."""
+    others = [figures for family, figures in ITERATIONS.items() if not kind.name.startswith(family)]
+    matrix, half = map(geometric_mean, zip(*others, strict=True))
     return replace(
-        kind,
-        matrix_efficiency=MATRIX_EFFICIENCY,
-        half_flops=HALF_SECONDS * kind.peak_flops,
-        memory_efficiency=MEMORY_EFFICIENCY,
+        kind, matrix_efficiency=matrix, half_flops=half * kind.peak_flops, memory_efficiency=MEMORY_EFFICIENCY
     )
 
 

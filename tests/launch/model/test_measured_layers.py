@@ -60,13 +60,13 @@ def test_each_kind_of_device_takes_its_own_passes_and_updates(tmp_path):
 
 
 def test_an_accelerator_under_a_system_takes_the_rows_of_its_device_where_it_has_none(tmp_path):
-    own = [f"{each.replace('0.3,0.6', '0.1,0.2')},A100-80GB-megatron" for each in ROWS]
-    accelerator = ["cluster.accelerator=A100-80GB-megatron"]
+    own = [f"{each.replace('0.3,0.6', '0.1,0.2')},H100-80GB-nanotron" for each in ROWS]
+    accelerator = ["cluster.accelerator=H100-80GB-nanotron"]
     row = {"micro_batch_size": "2", "tp": "1", "dp": "1", "pp": "1"}
     seconds = []
     for name, more in {"without": [], "with": own}.items():
         (folder := tmp_path / name).mkdir()
-        rows = [f"{each},A100-80GB" for each in ROWS] + more
+        rows = [f"{each},H100-80GB" for each in ROWS] + more
         (found,) = predict(recipe_of(folder, rows, f"{HEAD},device", accelerator), [row])
         seconds.append(found.seconds)
     assert seconds == pytest.approx([4 * 1.2 + 0.04, 4 * 0.6 + 0.04], abs=0.01)
