@@ -111,7 +111,9 @@ DEEPSPEED_TIMES = SystemTimes(
     # of which 6 are counted anyway. Dropout of weights is not counted: the models of published runs have none.
     # The measured layers of OPT-350M (gh200_opt350m_layers.csv, more samples at tp = 1: 0.866 and 2.70 ms for each, and
     # 1.92 and 2.57 ms of the head) confirm the forward: 35 bytes. Their backward takes 95 bytes, and its products reach
-    # 0.27 of the forward's speed; the cause is not known. GPT-Neo's runs were not used.
+    # 0.27 of the forward's speed. The cause is not known. It grows with the samples and falls as 1 / tp, so it is
+    # neither launches nor collectives; the head, whose products are most of it, takes 1.7 to 1.9 ms for each sample up
+    # to four and 2.6 to 2.9 beyond, while its forward does not change so. GPT-Neo's runs were not used.
     attention_moved=(28.0, 89.0),
     eager_backward=0.27,
     loss_moved=(38.0, 14.0),  # megatron/core/tensor_parallel/cross_entropy.py, as Megatron-LM's

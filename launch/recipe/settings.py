@@ -142,9 +142,9 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: 
         sync_start_s=values.sync_start_ms / 1e3,
         sync_slowdown=values.sync_slowdown,
     )
-    if values.fitted_to == recipe.values.prediction.system:
-        return found  # the host of this system on this device
     times = predicted_times(recipe.values)
+    if values.fitted_to == recipe.values.prediction.system or (values.fitted_to and times.launch_s is None):
+        return found  # the host of this system on this device, or of another one where this one's launches are unknown
     return replace(found, **{name: seconds for name in HOST if (seconds := getattr(times, name)) is not None})
 
 
