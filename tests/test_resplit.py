@@ -29,6 +29,24 @@ def test_every_element_arrives_where_it_belongs(sources, targets, multiple):
 
 
 @pytest.mark.parametrize(("sources", "targets"), COUNTS)
+def test_halves_of_slices_have_the_elements_of_the_slices(sources, targets):
+    """Every element of a half arrives in the half of the target that its place in the whole is in."""
+    found = pieces(120, sources=sources, targets=targets, parts=2)
+    own, given = 60 // sources, 60 // targets
+    arrived = [-1] * 120
+    for piece in found:
+        first = (2 * piece.source + piece.source_part) * own + piece.start
+        into = (2 * piece.target + piece.target_part) * given + piece.into
+        assert piece.start + piece.length <= own, "inside the half"
+        assert piece.into + piece.length <= given, "inside the half"
+        arrived[into : into + piece.length] = range(first, first + piece.length)
+    assert arrived == list(range(120))
+    of_wholes = {(piece.source, piece.target) for piece in pieces(120, sources=sources, targets=targets)}
+    assert {(piece.source, piece.target) for piece in found} == of_wholes, "between the same ranks"
+    assert {piece.back() for piece in found} == set(pieces(120, sources=targets, targets=sources, parts=2))
+
+
+@pytest.mark.parametrize(("sources", "targets"), COUNTS)
 def test_gradients_go_the_same_way_back(sources, targets):
     there = pieces(60, sources=sources, targets=targets)
     assert {piece.back() for piece in there} == set(pieces(60, sources=targets, targets=sources))

@@ -1,6 +1,6 @@
 """The dimension of the samples in each value of a Graph, so that a value can be split by samples."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -29,11 +29,12 @@ class _Layout:
     outer: int
 
 
-def sample_dimensions(graph: Graph, smaller: Graph) -> dict[str, int]:
+def sample_dimensions(graph: Graph, smaller: Graph, halved: Collection[str] = ()) -> dict[str, int]:
     """Name of a value -> the dimension along which equal slices hold equally many samples, in order.
 
     ``smaller`` is the same model at a smaller micro-batch size: a dimension of samples grows with that size. Values
-    without such a dimension, with several, or with the samples in another order are left out.
+    without such a dimension, with several, or with the samples in another order are left out. The values ``halved``
+    have half of the samples.
     """
     layouts: dict[str, _Layout] = {
         name: _Layout(0, 1, 1) for name, value in graph.inputs.items() if value.shape != smaller.inputs[name].shape
@@ -45,7 +46,9 @@ def sample_dimensions(graph: Graph, smaller: Graph) -> dict[str, int]:
             shapes[value.name] = value.shape
             if value.name not in small_values:
                 continue
-            found = _growing(value, small_values[value.name], graph.micro_batch_size, smaller.micro_batch_size)
+            parts = 2 if value.name in halved else 1
+            sizes = graph.micro_batch_size // parts, smaller.micro_batch_size // parts
+            found = _growing(value, small_values[value.name], *sizes)
             if found is None:
                 continue
             dimension, each = found
@@ -56,14 +59,14 @@ def sample_dimensions(graph: Graph, smaller: Graph) -> dict[str, int]:
 
 
 def dimensions_between_replicas(
-    stages: Sequence[Stage], replicas: Sequence[int], graph: Graph, smaller: Graph
+    stages: Sequence[Stage], replicas: Sequence[int], graph: Graph, smaller: Graph, *, halved: Collection[str] = ()
 ) -> dict[str, int]:
     """Value -> its dimension of samples, for values that cross between ``stages`` with other numbers of ``replicas``.
 
-    ``smaller`` is as in ``sample_dimensions``. A value made from weights alone, of which all replicas have the same
-    copy, is left out. Raises PlanError for a value that is neither.
+    ``smaller`` and ``halved`` are as in ``sample_dimensions``. A value made from weights alone, of which all replicas
+    have the same copy, is left out. Raises PlanError for a value that is neither.
     """
-    dimensions, from_samples = sample_dimensions(graph, smaller), made_from_samples(graph)
+    dimensions, from_samples = sample_dimensions(graph, smaller, halved), made_from_samples(graph)
     found: dict[str, int] = {}
     for one in (one for stage in stages for one in stage.received if replicas[one.source] != replicas[one.target]):
         name = one.value.name

@@ -67,6 +67,7 @@ class RealBackend:
             ranks_of=layout.peers,
             device_of=layout.schedule.device_of,
             sample_dimensions=layout.sample_dimensions,
+            half_of=layout.half_of,
             device=self.device,
             run_ahead=self.run_ahead,
             timeout_s=self.timeout_s,

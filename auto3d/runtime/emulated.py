@@ -121,6 +121,7 @@ class EmulatedBackend:
             "ranks_of": layout.peers,
             "device_of": layout.schedule.device_of,
             "sample_dimensions": self._sample_dimensions(layout),
+            "half_of": {} if self.emulation.has_own_messages else layout.half_of,
             "device": self.device,
             "run_ahead": self.run_ahead,
             "timeout_s": self.timeout_s,

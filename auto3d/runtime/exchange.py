@@ -101,6 +101,7 @@ class Exchange:
     consists of the tensors, in the order of ``transfers``, that its two stages exchange for one micro-batch, in the
     shapes that this rank has. If the two stages have different numbers of replicas, each pair of ranks exchanges the
     samples that both have, along the dimension in ``sample_dimensions``; a value without samples is sent only once.
+    ``half_of`` is that of a program in halves: the halves of a value are exchanged together.
     Exchanges of which only one has messages at a time may share their ``groups``.
     """
 
@@ -112,6 +113,7 @@ class Exchange:
         ranks_of: Sequence[Sequence[int]],
         device_of: Mapping[tuple[int, int], int],
         sample_dimensions: Mapping[str, int],
+        half_of: Mapping[str, int] | None = None,
         device: torch.device,
         run_ahead: RunAhead,
         timeout_s: float,
@@ -122,6 +124,7 @@ class Exchange:
         self._ranks_of = ranks_of
         self._device_of = device_of
         self._sample_dimensions = sample_dimensions
+        self._half_of = half_of or {}
         self._device = device
         self._run_ahead = run_ahead
         self._timeout_s = timeout_s
@@ -288,24 +291,37 @@ class Exchange:
         targets = self._ranks_of[self._device_of[message.target, message.pipe]]
         sends, forward = dist.get_rank() in sources, message.kind is Kind.FORWARD
         these, peers = (sources, targets) if sends else (targets, sources)
-        for index, transfer in enumerate(self._carried(message)):
+        carried = self._carried(message)
+        even = len(these) == len(peers)
+        for parts in [[index] for index in range(len(carried))] if even else self._parts(carried):
+            transfer = carried[parts[0]]
             shape = list(transfer.value.shape)
-            dimension = None if len(these) == len(peers) else self._sample_dimensions.get(transfer.value.name)
-            length = None if dimension is None else shape[dimension] * len(these)
+            dimension = None if even else self._sample_dimensions.get(transfer.value.name)
+            length = None if dimension is None else shape[dimension] * len(these) * len(parts)
             # A gradient goes back the way that its value came.
             makers, users = (sources, targets) if forward else (targets, sources)
-            for piece in pieces(length, sources=len(makers), targets=len(users)):
+            for piece in pieces(length, sources=len(makers), targets=len(users), parts=len(parts)):
                 if not forward:
                     piece = piece.back()
-                here, there, start = (
-                    (piece.source, piece.target, piece.start) if sends else (piece.target, piece.source, piece.into)
+                here, there, start, part = (
+                    (piece.source, piece.target, piece.start, piece.source_part)
+                    if sends
+                    else (piece.target, piece.source, piece.into, piece.target_part)
                 )
                 if these[here] != dist.get_rank():
                     continue
                 if dimension is not None and piece.length is not None:
                     shape[dimension] = piece.length
                 dtype = getattr(torch, transfer.value.dtype)
-                yield peers[there], _Load(index, tuple(shape), dtype, dimension, start)
+                yield peers[there], _Load(parts[part], tuple(shape), dtype, dimension, start)
+
+    def _parts(self, carried: Sequence[Transfer]) -> list[list[int]]:
+        """The numbers in ``carried`` of each value: one, or those of its halves in order."""
+        found: dict[tuple[str, bool], list[int]] = {}
+        for index, name in enumerate(transfer.value.name for transfer in carried):
+            half = self._half_of.get(name)
+            found.setdefault((name.removesuffix(f"_half{half}"), half is not None), []).append(index)
+        return list(found.values())
 
     def _carried(self, message: Message) -> Sequence[Transfer]:
         number = self._sizes.get(message.micro_batch)

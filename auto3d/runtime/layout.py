@@ -111,6 +111,11 @@ class RankLayout:
         return prod(shape) * self.plan.dp * self.plan.micro_batches * self.plan.micro_batch_size
 
     @property
+    def half_of(self) -> Mapping[str, int]:
+        """Which half of a micro-batch a value of the rank's program is of; empty if it has none."""
+        return {} if self.derived is None else self.derived.half_of
+
+    @property
     def target_terms(self) -> tuple[TargetTerm, ...]:
         """The counted terms of the loss, of this rank's slice of a micro-batch."""
         return tuple(replace(term, places=term.places / self.replicas) for term in self.terms.counted)

@@ -126,9 +126,17 @@ def resplit_dimensions(captured: CapturedModel, plan: Plan, stages: Sequence[Sta
     program = rank_program(captured, plan, 1)
     graph = program.captured.graph
     smaller = rank_program(captured, plan, max(replicas)).captured.graph
-    dimensions = dimensions_between_replicas(stages, replicas, graph, smaller)
+    half_of = {} if program.derived is None else program.derived.half_of
+    dimensions = dimensions_between_replicas(stages, replicas, graph, smaller, halved=half_of.keys())
+    crossing = {(one.source, one.target, one.value.name) for one in transfers}
     for transfer in transfers:
         name = transfer.value.name
+        other = name if (half := half_of.get(name)) is None else f"{name.removesuffix(str(half))}{1 - half}"
+        if (transfer.source, transfer.target, other) not in crossing:
+            raise PlanError(
+                f"stages: {transfer.source} sends {name} to stage {transfer.target}, which has another number of "
+                "replicas, without the other half of its samples; both must have equally many"
+            )
         placed = None if program.derived is None else program.derived.placements[name].split
         if placed is not None and placed.dim == dimensions.get(name):
             raise PlanError(

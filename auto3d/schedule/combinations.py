@@ -25,7 +25,6 @@ TENSOR_PARALLELISM = Feature("tensor parallelism", "tp: 1")
 SEQUENCE_PARALLELISM = Feature("sequence parallelism", "sequence_parallel: false")
 SUB_PIPELINING = Feature("sub-pipelining", f"tensor_overlap: {NO_OVERLAP}")
 REPLICAS = Feature("replicas of single stages", "one replica of each stage")
-UNLIKE_REPLICAS = Feature("stages with different numbers of replicas", "equally many replicas of each stage")
 SPLIT_BACKWARD = Feature("backwards in two halves", "a schedule with whole backwards, such as 1f1b")
 COMPILED = Feature("compiled code", "training.compile: false")
 EMULATED = Feature("emulated devices", "training.compute: real")
@@ -34,7 +33,6 @@ EXCLUDED: tuple[tuple[Feature, Feature, str], ...] = (
     (SLICES, SEQUENCE_PARALLELISM, "both divide the sequence"),
     (SLICES, SUB_PIPELINING, "slices run one after the other, and halves take turns"),
     (SLICES, REPLICAS, "a slice has all samples of its micro-batch, and a replica has some of them"),
-    (SUB_PIPELINING, UNLIKE_REPLICAS, "each stage divides its own samples into halves"),
     (COMPILED, TENSOR_PARALLELISM, "collectives would cut what is compiled at every layer"),
     (COMPILED, SLICES, "a slice keeps keys and values for later ones, which compiled code does not"),
     (COMPILED, SPLIT_BACKWARD, "compiled code has one backward"),
@@ -53,7 +51,6 @@ def divisions(share: Share, *, overlap: str, replicas: Collection[int]) -> set[F
         SEQUENCE_PARALLELISM: share.sequence_parallel,
         SUB_PIPELINING: share.tp > 1 and overlap != NO_OVERLAP,
         REPLICAS: max(replicas) > 1,
-        UNLIKE_REPLICAS: len(set(replicas)) > 1,
     }
     return {feature for feature, is_there in found.items() if is_there}
 

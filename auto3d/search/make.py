@@ -417,10 +417,11 @@ class PlanMaker:
             raise PlanError(f"replicas: uneven ones need one stage on each device; {plan.schedule} has several on one")
         cuts = self.planned.cuts(samples)
         devices = self.model.cluster.devices // (candidate.dp * candidate.tp)  # devices of one pipeline
+        halves = 2 if candidate.tp > 1 and plan.tensor_overlap == SUB_PIPELINED else 1
         before = {
             count: self.model.pipeline_times(plan, cuts, kept=kept, replicas=count).before
             for count in range(1, devices - candidate.pp + 2)
-            if samples % count == 0
+            if samples % (halves * count) == 0
         }
         found = fastest_stages(before, stages=form.stages, devices=devices)
         if found is None:

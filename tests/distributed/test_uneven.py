@@ -18,14 +18,14 @@ from auto3d.partition.cost import analytic
 from auto3d.partition.merak import shard
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
-from auto3d.plan import Plan, PlanError, StagePlan, stages_between
+from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan, PlanError, StagePlan, stages_between
 from auto3d.runtime.rank import build_rank, check_plan, predicted_memory
-from auto3d.runtime.replicas import resplit_dimensions
+from auto3d.runtime.replicas import rank_program, resplit_dimensions
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule, samples_at_once
 from auto3d.search.partitioned import plan_of
-from tests.distributed.parity import SGD, assert_close, assert_parity, plain_pytorch, run_rank
+from tests.distributed.parity import SGD, assert_close, assert_parity, plain_pytorch, run_rank, with_split
 from tests.models import TEXT, captured
 from tests.processes import ProcessPool
 from tests.soak import soak
@@ -41,6 +41,8 @@ def make_plan(
     schedule: str = "1f1b",
     options: dict | None = None,
     stages: tuple[StagePlan, ...] | None = None,
+    tp: int = 1,
+    tensor_overlap: str = NO_OVERLAP,
 ) -> Plan:
     """``replicas`` has the number of replicas of each pipeline device's stages."""
     options = options or {}
@@ -50,10 +52,10 @@ def make_plan(
         whole.at(whole.graph.micro_batch_size // count)  # captured before the ranks are forked, which inherit it
     graph = whole.graph
     of_stage = {stage: replicas[device] for (stage, _), device in shape.device_of.items()}
-    return Plan(
+    plan = Plan(
         graph=graph.fingerprint,
         dp=dp,
-        tp=1,
+        tp=tp,
         pp=len(replicas),
         global_batch=dp * micro_batches * micro_batch_size,
         micro_batch_size=micro_batch_size,
@@ -63,9 +65,11 @@ def make_plan(
             replace(stage, replicas=of_stage[index])
             for index, stage in enumerate(stages or uniform(graph, shape.stages))
         ),
-        placement=place_ranks(dp=dp, pp=len(replicas), replicas=replicas),
+        placement=place_ranks(dp=dp, pp=len(replicas), tp=tp, replicas=replicas),
         seed=5,
+        tensor_overlap=tensor_overlap,
     )
+    return with_split(plan, whole)
 
 
 def of_one_process(model: str, plan: Plan, *, slices: int = 1) -> list[dict]:
@@ -140,6 +144,24 @@ def test_other_schedules(processes, model, schedule, replicas, options):
     size = 12 if "scale" in options else 6  # 6 samples at once
     plan = make_plan(model, replicas, micro_batch_size=size, schedule=schedule, options=options)
     assert_equals_one_process(processes, model, plan)
+
+
+@pytest.mark.parametrize(
+    ("model", "replicas", "options"),
+    [
+        ("gpt2", [1, 2], {}),
+        *soak(("t5", [2, 1], {"recompute": "full"}), ("llama", [1, 3], {}), ("gpt2", [3, 2], {})),
+    ],
+    ids=str,
+)
+def test_halves_on_stages_of_different_replicas(model, replicas, options):
+    """Sub-pipelined tensor parallelism: a half of a replica's samples lies across the halves of other replicas."""
+    plan = make_plan(model, replicas, micro_batch_size=12, options=options, tp=2, tensor_overlap=SUB_PIPELINED)
+    program = rank_program(captured(model, 12), plan, 1)
+    received = (each for stage in cut(program.captured.graph, program.plan.stages) for each in stage.received)
+    assert {each.value.name for each in received} & program.derived.half_of.keys(), "halves cross between stages"
+    with ProcessPool(plan.ranks) as pool:
+        assert_equals_one_process(pool, model, plan)
 
 
 def test_two_pipes_over_devices_of_different_replicas():

@@ -14,6 +14,7 @@ from auto3d.schedule import samples_at_once
 from auto3d.tensor.collectives import conversion_of
 from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE
 from tests.distributed.parity import make_plan
+from tests.distributed.test_uneven import make_plan as make_uneven_plan
 from tests.models import captured
 from tests.soak import soak
 
@@ -34,7 +35,7 @@ def breaks(common: PlanLayout) -> dict[str, list[str]]:
     [
         ("gpt2", {"dp": 2, "pp": 2, "tp": 2, "sequence_parallel": True}),
         ("gpt2", {"dp": 2, "pp": 2, "schedule": "chimera"}),
-        ("llama", {"dp": 1, "pp": 2, "tp": 2, "schedule": "seq1f1b", "options": {"slices": 2}}),
+        ("llama", {"dp": 1, "pp": 2, "tp": 2, "schedule": "seq1f1b", "options": {"slices": 2, "recompute": "full"}}),
         *soak(
             ("t5", {"dp": 2, "pp": 3, "tp": 2}),
             ("vit", {"dp": 1, "pp": 1, "tp": 2}),
@@ -46,6 +47,12 @@ def breaks(common: PlanLayout) -> dict[str, list[str]]:
 )
 def test_plans_keep_the_spec(model, options):
     assert breaks(laid_out(model, **options)) == {}
+
+
+def test_halves_on_stages_of_different_replicas_keep_the_spec():
+    plan = make_uneven_plan("gpt2", [1, 2], micro_batch_size=4, tp=2, tensor_overlap=SUB_PIPELINED)
+    common = lay_out_plan(captured("gpt2", 4), plan, TrainingSettings(iterations=1))
+    assert breaks(common) == {}
 
 
 @pytest.fixture(scope="module")

@@ -39,4 +39,4 @@ def test_the_features_of_a_plan():
         "tensor parallelism of slices of the sequence",
     }
     assert names(Share(), 2, 2) == {"replicas of single stages"}
-    assert names(Share(), 2, 1) == {"replicas of single stages", "stages with different numbers of replicas"}
+    assert names(Share(tp=2), 2, 1) == {"replicas of single stages", "tensor parallelism", "sub-pipelining"}

@@ -10,7 +10,7 @@ import pytest
 
 from auto3d.cluster import Accelerator, Cluster, Link, Node
 from auto3d.errors import InputError
-from auto3d.plan import PlanError
+from auto3d.plan import SUB_PIPELINED, PlanError
 from auto3d.schedule.shape import shape
 from auto3d.search.algorithms import AMP_ITERATIONS, run_algorithm
 from auto3d.search.algorithms.amp import TILINGS, amp, amp_space
@@ -208,6 +208,23 @@ def test_uneven_replicas_use_all_devices_and_make_the_slowest_stage_faster():
         of_uneven.unlimited(replace(uneven, schedule="interleaved-1f1b"))
     with pytest.raises(PlanError, match="replicas: uneven ones need pp of 2 or more and more devices than stages"):
         of_uneven.unlimited(replace(uneven, pp=1))
+
+
+def test_uneven_replicas_of_halves_have_an_even_number_of_samples():
+    found = 0
+    for seed in range(12):
+        domain, maker = random_case(
+            seed, replicas="auto", dp=[1], tp=[2], pp=[2, 3], schedule=["1f1b"], tensor_overlap=[SUB_PIPELINED]
+        )
+        for candidate in domain.degrees:
+            if candidate.replicas != UNEVEN or candidate.micro_batch_size != 8:
+                continue
+            plan = maker.unlimited(replace(candidate, partition="layer-assignment"))
+            assert plan.tensor_overlap == SUB_PIPELINED
+            assert all(plan.micro_batch_size // stage.replicas % 2 == 0 for stage in plan.stages)
+            assert 0 < maker.model.seconds(plan) < inf
+            found += len({stage.replicas for stage in plan.stages}) > 1
+    assert found > 1
 
 
 def test_effects_of_sharding_the_optimizer_and_of_early_syncs():
