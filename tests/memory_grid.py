@@ -85,6 +85,9 @@ def grid() -> Iterator[Cell]:
             yield Cell(model=model, schedule="seq1f1b", pp=pp, slices=slices)
             if pp == 2:
                 yield Cell(model=model, schedule="seq1f1b", pp=pp, slices=slices, tp=2)
+                for recompute in (0.0, 0.5):
+                    yield Cell(model=model, schedule="seq1f1b", pp=pp, slices=slices, recompute=recompute)
+                yield Cell(model=model, schedule="seq1f1b", pp=pp, slices=slices, tp=2, recompute=0.0)
         for schedule in ("1f1b", "gpipe", "chimera", "interleaved-1f1b"):
             yield Cell(model=model, schedule=schedule, pp=2, recompute=0.0)
         yield Cell(model=model, schedule="1f1b", pp=2, recompute=0.5)
@@ -148,7 +151,7 @@ def plan_of(cell: Cell) -> Plan:
         plan = replace(
             plan,
             stages=tuple(replace(stage, replicas=replicas_of[number]) for number, stage in enumerate(plan.stages)),
-            placement=place_ranks(dp=cell.dp, pp=cell.pp, replicas=cell.replicas),
+            placement=place_ranks(dp=cell.dp, pp=cell.pp, tp=cell.tp, replicas=cell.replicas),
         )
     capture_slices(captured(cell.model, SAMPLES), plan)
     return plan

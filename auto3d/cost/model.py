@@ -229,6 +229,7 @@ class CostModel:
             )
         forward = [[one.forward for one in each] for each in passes]
         backward = [[one.backward for one in each] for each in passes]
+        again = [[one.recompute for one in each] for each in passes]
         for boundary in range(len(plan.stages) - 1) if self._has_handling else ():
             handling = self._messages.handling_s(plan, shape, boundary, pipeline, traffic) / len(shares)
             for number in (boundary, boundary + 1):
@@ -247,7 +248,7 @@ class CostModel:
             backward=whole,
             backward_input=tuple(both - half for both, half in zip(whole, weight, strict=True)),
             backward_weight=weight,
-            recompute=tuple(sum(one.recompute for one in each) for each in passes),
+            recompute=tuple(map(sum, again)),
             sync=syncs_s(self._work, self.training, plan, traffic, whole),
             update=tuple(update),
             messages=tuple(
@@ -265,6 +266,7 @@ class CostModel:
             exposed_recompute=tuple(each[2] for each in exposed if each),
             forward_of_slice=tuple(map(tuple, forward)) if shape.slices > 1 else (),
             backward_of_slice=tuple(map(tuple, backward)) if shape.slices > 1 else (),
+            recompute_of_slice=tuple(map(tuple, again)) if shape.slices > 1 else (),
         )
 
     def _find_pass_times(

@@ -18,6 +18,7 @@ from auto3d.derived.model import Derived
 from auto3d.derived.slice_operators import WITH_EARLIER
 from auto3d.partition.stage import Stage
 from auto3d.runtime.randomness import Randomness
+from auto3d.runtime.saved_activations import saves_activations
 from auto3d.runtime.stage_program import DerivedProgram, ProgramOfStage
 
 
@@ -96,6 +97,8 @@ class AttentionToEarlier(nn.Module):
         self._slices, self._names, self._number = slices, names, number
 
     def forward(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not saves_activations():
+            return ATTENTION(query, *args, **kwargs)
         # Autograd keeps the hooks as long as the activations, so they must not refer to the joined tensors.
         memory = {value.data_ptr(): (place, value.shape) for place, value in enumerate(args[: len(self._names)])}
 

@@ -19,7 +19,8 @@ from auto3d.capture.nodes import args_of
 from auto3d.partition.segment import Segment
 from auto3d.partition.turns import Handover, Turn, turns, values_with_gradient
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.segment_computation import ProgramOf, no_saved_activations
+from auto3d.runtime.saved_activations import no_saved_activations
+from auto3d.runtime.segment_computation import ProgramOf
 from auto3d.runtime.stage import Gradients, Tensors
 from auto3d.runtime.stage_program import ProgramOfStage
 from auto3d.runtime.target_counts import TargetCounts

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import fx
 from auto3d.capture.graph import Graph
 from auto3d.partition.segment import Segment
 from auto3d.runtime.randomness import Randomness
+from auto3d.runtime.saved_activations import no_saved_activations
 from auto3d.runtime.stage import Gradients, Tensors
 from auto3d.runtime.stage_program import ProgramOfStage
 from auto3d.runtime.target_counts import TargetCounts
@@ -185,19 +186,6 @@ class SegmentComputation:
                 output_gradients.append(sum(arrived[1:], start=arrived[0]))
         if used:
             torch.autograd.backward(used, output_gradients)
-
-
-def no_saved_activations() -> AbstractContextManager:
-    """Autograd is on but saves no activations.
-
-    It is on because attention would take another kernel without it, and round differently.
-    """
-    return torch.autograd.graph.saved_tensors_hooks(_drop, _drop)
-
-
-def _drop(tensor: Any) -> Any:
-    """None, in the place of ``tensor``."""
-    return None
 
 
 def _has_gradient(graph: Graph, name: str) -> bool:

@@ -9,6 +9,7 @@ from auto3d.schedule.operation import Kind, Schedule
 from auto3d.words import counted
 
 _ROUNDING = 1e-6  # times of slices may differ from the whole by this fraction
+_SLICED = ("forward", "backward", "recompute")  # times that slices may have of their own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +73,10 @@ class Costs:
     exposed_backward: tuple[float, ...] = ()  # also part of ``backward_input``
     exposed_recompute: tuple[float, ...] = ()
     # [stage][slice]: the times of the slices of a micro-batch, which add up to the times above; empty: equal parts of
-    # them, which halves of the backward and recomputations always are.
+    # them, which halves of the backward always are.
     forward_of_slice: tuple[tuple[float, ...], ...] = ()
     backward_of_slice: tuple[tuple[float, ...], ...] = ()
+    recompute_of_slice: tuple[tuple[float, ...], ...] = ()
     # Measured times of single operations, by their number (auto3d.schedule.dependencies): the time of the operation,
     # and that of the message or all-reduce which follows it. They replace all the times above; empty: none.
     by_operation: tuple[tuple[float, float], ...] = ()
@@ -93,8 +95,8 @@ class Costs:
                     raise InputError(f"costs: {name} of device {device} is {value:g}; it must be 0 or more")
             if self.by_operation and any(getattr(self, name)):
                 raise InputError(f"costs: by_operation has measured times, which have {name} in them; leave it out")
-        _check_slices("forward", self.forward, self.forward_of_slice)
-        _check_slices("backward", self.backward, self.backward_of_slice)
+        for name in _SLICED:
+            _check_slices(name, getattr(self, name), getattr(self, f"{name}_of_slice"))
         for name in ("latency", "forward", "backward"):
             _check_times(f"messages {name}", (getattr(message, name) for message in self.messages))
         for number, times in enumerate(self.by_operation):
@@ -139,7 +141,7 @@ class Costs:
                 raise InputError(
                     f"costs: {name} has {counted(count, 'value')}; schedule {schedule.name} needs {length}"
                 )
-        for name in ("forward", "backward"):
+        for name in _SLICED:
             for times in getattr(self, f"{name}_of_slice")[:1]:
                 if len(times) != schedule.slices:
                     raise InputError(

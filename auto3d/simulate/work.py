@@ -92,7 +92,8 @@ def lay_out(schedule: Schedule, costs: Costs) -> DeviceWork:
     for number, count in common.recomputed_inside.items():
         operation = common.operations[number]
         duration, after, link, _ = steps[number]
-        duration += count * by_key[Kind.RECOMPUTE, operation.stage, operation.pipe, 1, 0][0]
+        part = sum(operation.micro_batches) % schedule.slices
+        duration += count * by_key[Kind.RECOMPUTE, operation.stage, operation.pipe, 1, part][0]
         steps[number] = duration, after, link, _lead(duration, after, len(operation.micro_batches))
     if costs.by_operation:
         steps = [
@@ -162,7 +163,11 @@ class _Steps(dict[_StepKey, Step]):
 
     def _time(self, kind: Kind, stage: int, count: int, part: int) -> float:
         """The time of an operation on a device of speed 1."""
-        of_slice = {Kind.FORWARD: self.costs.forward_of_slice, Kind.BACKWARD: self.costs.backward_of_slice}.get(kind)
+        of_slice = {
+            Kind.FORWARD: self.costs.forward_of_slice,
+            Kind.BACKWARD: self.costs.backward_of_slice,
+            Kind.RECOMPUTE: self.costs.recompute_of_slice,
+        }.get(kind)
         if of_slice:
             assert count == 1, "the checker lets an operation run one slice"
             return of_slice[stage][part]

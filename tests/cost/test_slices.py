@@ -27,7 +27,7 @@ from auto3d.plan import Plan, PlanError
 from auto3d.planner import Planner
 from auto3d.schedule import build_schedule
 from auto3d.schedule.moments import COUNTS, all_moments
-from auto3d.schedule.shape import shares_of
+from auto3d.schedule.shape import shape_of, shares_of
 from auto3d.search.axes import Candidate
 from auto3d.search.make import PlanMaker
 from auto3d.search.planned_model import PlannedGraphs, PlannedLayers
@@ -199,6 +199,28 @@ def test_a_witness_names_an_operation_of_the_model():
         assert witness.operation in names[first:last]
 
 
+@pytest.mark.parametrize(
+    ("model", "held"), [("gpt2-wide", 3 / 2), ("llama-wide", 1)], ids=["of a fused product", "of products of their own"]
+)
+def test_a_slice_that_runs_again_takes_its_forward_and_keeps_its_keys_and_values(model, held):
+    """Keys and values that are views of a fused product keep its memory, queries included."""
+    cost, plan = CostModel(CLUSTER, TrainingOptions(), work_at(model)), sliced_plan(model)
+    again = replace(plan, schedule_options={**plan.schedule_options, "recompute": "full"})
+    found, before = cost.costs(again), cost.costs(plan)
+    assert before.recompute_of_slice == ((0.0,) * SLICES,) * 2
+    _, of_slices = works(model, 4, SLICES)
+    (first, last), *_ = plan.stages[0].operations
+    for number, work in enumerate(of_slices):
+        forward, launch, *_ = times_of(work, NODE.accelerator).range(first, last)
+        assert found.recompute_of_slice[0][number] == pytest.approx(max(forward, launch))
+    assert (found.forward_of_slice, found.backward_of_slice) == (before.forward_of_slice, before.backward_of_slice)
+    assert cost.seconds(again) > cost.seconds(plan)
+    for number in range(2):
+        recomputed, kept = (cost.stage_if(plan, number, recompute=each, split=False) for each in (True, False))
+        assert recomputed.in_flight == pytest.approx(recomputed.inputs + held * recomputed.slice_gradient)
+        assert recomputed.in_flight + recomputed.recomputed == pytest.approx(kept.in_flight)
+
+
 def test_gradients_of_later_slices_are_counted_from_the_first_backward_to_the_last():
     """The last slice's backward makes those of all keys as one tensor, which the next one takes apart."""
     place = COUNTS.index("slice_gradients")
@@ -230,10 +252,13 @@ def maker_of(model: str, asked: list[Share]) -> PlanMaker:
 CANDIDATE = Candidate(dp=1, tp=1, pp=2, micro_batch_size=4, schedule=f"seq1f1b:slices={SLICES}")
 
 
-@pytest.mark.parametrize("partition", ["uniform", "blocks", "autopipe"])
-def test_a_plan_with_slices_is_made_and_predicted(partition):
+@pytest.mark.parametrize(
+    ("partition", "recompute"), [("uniform", "none"), ("blocks", 0.5), ("autopipe", "none"), ("autopipe", "full")]
+)
+def test_a_plan_with_slices_is_made_and_predicted(partition, recompute):
     maker = maker_of("gpt2-wide", [])
-    plan = maker.plan(replace(CANDIDATE, partition=partition))
+    plan = maker.plan(replace(CANDIDATE, partition=partition, recompute=recompute))
+    assert bool(shape_of(plan).recompute) == (recompute != "none")
     assert (plan.schedule, plan.schedule_options["slices"]) == ("seq1f1b", SLICES)
     assert len(shares_of(plan)) == SLICES
     assert maker.model.seconds(plan) > 0

@@ -3,14 +3,17 @@
 The suite runs fewer cells, in which every model meets every schedule.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
-from tests.distributed.grid import SAMPLES, UNEVEN, Cell, pairwise, plan_of, sample, schedule_of, whole
+from tests.distributed.grid import RECOMPUTE, SAMPLES, UNEVEN, Cell, pairwise, plan_of, sample, schedule_of, whole
 from tests.distributed.parity import SGD, assert_buffers, assert_parity, plain_pytorch, run_rank
 from tests.models import captured
+from tests.soak import soak
 
 
 def reference(model: str, global_batch: int) -> list[dict]:
@@ -44,6 +47,21 @@ def test_pairwise_cover_of_the_grid(processes, cell):
 @pytest.mark.parametrize("group", whole(), ids=lambda group: str(group[0]))
 def test_whole_grid(processes, group):
     """Recomputation changes no bit of any gradient."""
+    assert_equal_bits(processes, group)
+
+
+@pytest.mark.parametrize("model", ["gpt2-4-heads-dropout", *soak("llama-grouped-query", "two-losses")])
+def test_slices_that_run_again(processes, model):
+    """A slice that is recomputed joins its keys and values with those that the stage has kept of earlier slices."""
+    cell = Cell(
+        model=model, schedule="seq1f1b", options=(("slices", 4),), devices=2, dp=1, micro_batches="D", recompute="none",
+        sync="eager",
+    )  # fmt: skip
+    assert_equal_bits(processes, [replace(cell, recompute=each) for each in RECOMPUTE])
+
+
+def assert_equal_bits(processes, group: list[Cell]) -> None:
+    """Train the cells of ``group``, which differ in what they recompute, and compare their gradients."""
     first, *others = [run(processes, cell) for cell in group]
     for ranks in others:
         for kept, again in zip(first, ranks, strict=True):

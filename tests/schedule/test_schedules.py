@@ -226,7 +226,7 @@ def test_text_forms_of_the_design():
         ("interleaved-1f1b", 4, 3, {"group": 4}, "group is 4; 3 micro-batches on 4 devices take 3, or 0 for 3"),
         ("interleaved-zero-bubble", 4, 8, {"group": -1}, "group is -1; 8 micro-batches on 4 devices take from 4 to 8"),
         ("seq1f1b", 2, 2, {"slices": 0}, "slices is 0; it must be 1 or more"),
-        ("seq1f1b", 2, 2, {"recompute": "full"}, "option 'recompute' is unknown; its options are slices, sync"),
+        ("seq1f1b", 2, 2, {"chunks": 2}, "option 'chunks' is unknown; its options are slices, recompute, sync"),
         ("pipedream", 2, 2, {"iterations": 0}, "iterations is 0; it must be 1 or more"),
         ("pipedream-2bw", 8, 6, {}, "use 7 micro-batches or more"),
         ("gems", 1, 2, {}, "need 2 devices or more"),

@@ -320,6 +320,7 @@ def test_costs_that_cannot_be():
         ({"forward_of_slice": ((0.5, 0.5), (1.5, -0.5))}, "forward of slice 1 of stage 1 is -0.5"),
         ({"forward_of_slice": ((0.5, 0.5), (0.5, 0.4))}, "slices of stage 1 add up to 0.9; forward of stage 1 is 1"),
         ({"backward_of_slice": ((0.5, 0.5), (1, 1))}, "slices of stage 0 add up to 1; backward of stage 0 is 2"),
+        ({"recompute_of_slice": ((0.5, 0.4), (0.5, 0.5))}, "stage 0 add up to 0.9; recompute of stage 0 is 1"),
         ({"backward_of_slice": ((0.5, 0.5, 1),) * 2}, "backward_of_slice has 3 slices; schedule seq1f1b runs 2 slices"),
     ],
 )
@@ -330,6 +331,15 @@ def test_times_of_slices_that_cannot_be(times, words):
     whole = build_schedule("1f1b", devices=2, micro_batches=2)
     with pytest.raises(InputError, match="forward_of_slice has 2 slices; schedule 1f1b runs 1 slice per micro-batch"):
         simulate(whole, replaced(uniform(whole), forward_of_slice=((0.5, 0.5),) * 2))
+
+
+def test_a_slice_is_recomputed_in_its_own_time():
+    schedule = build_schedule("seq1f1b", devices=1, micro_batches=1, recompute="full")
+    timeline = simulate(schedule, replaced(uniform(schedule), recompute_of_slice=((0.25, 0.75),)))
+    lengths = [end - start for start, end in zip(timeline.start, timeline.end, strict=True)]
+    assert dict(zip(map(str, timeline.operations), lengths, strict=True)) == {
+        "F0@0": 0.5, "F1@0": 0.5, "B1@0": 1 + 0.75, "B0@0": 1 + 0.25, "S@0": 0, "U@0": 0,
+    }  # fmt: skip
 
 
 def test_halves_of_the_backward():

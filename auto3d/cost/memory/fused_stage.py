@@ -28,6 +28,7 @@ def fused_stage_memory(
     if dropped and blockwise:
         again /= max(1, tables.blocks_of(operations))
         kept += max(0.0, tables.block_inputs(dropped) - received)
+    kept += _keys_and_values(tables, dropped)
     working = _working(tables, operations)
     backward = Peak(size=max(0.0, again + working.size), position=working.position)
     none = Peak(size=0.0, position=operations[0][0])
@@ -36,10 +37,7 @@ def fused_stage_memory(
         inputs=received,
         recomputed=again,
         deferred=tables.deferred(operations),
-        slice_gradient=sum(
-            float(work.tensors.slice_gradient[first:last].sum())
-            for first, last in local_spans(work.tensors, operations)
-        ),
+        slice_gradient=_keys_and_values(tables, operations),
         forward=none,
         recompute=none,
         backward=backward,
@@ -53,6 +51,12 @@ def fused_stage_memory(
         sent_gradient=sent,
         sent_beside=sent if without(operations, dropped) != tuple(operations) else 0.0,
     )
+
+
+def _keys_and_values(tables: WorkTables, operations: Sequence[Span]) -> float:
+    """Bytes of the keys and values of a slice of the sequence that later slices attend to, or of their gradients."""
+    tensors = tables.work.tensors
+    return sum(float(tensors.slice_gradient[first:last].sum()) for first, last in local_spans(tensors, operations))
 
 
 def _working(tables: WorkTables, operations: Sequence[Span]) -> Peak:

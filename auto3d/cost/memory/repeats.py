@@ -69,7 +69,7 @@ def _columns(tensors: Tensors) -> np.ndarray:
     """[numbers of entries of each kind, and bytes; operations]: what equal operations have in common."""
     entries = ("use_at", "save_at", "read_at", "state_at", "deferred_at", "maker", "value_maker")
     counts = [np.bincount(at[at >= 0], minlength=tensors.count) for at in (getattr(tensors, name) for name in entries)]
-    sizes = ("deferred_gradient", "extra", "forward_extra", "backward_extra", "slice_gradient")
+    sizes = ("deferred_gradient", "extra", "forward_extra", "backward_extra", "slice_gradient", "joins")
     return np.stack([*counts, *(getattr(tensors, name) for name in sizes)])
 
 

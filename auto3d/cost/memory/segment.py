@@ -29,10 +29,12 @@ class RunBytes:
 
     taken: frozenset[int]  # memories that it reads and does not make
     given: frozenset[int]  # memories that it makes and others use
+    earlier: frozenset[int]  # memories of keys and values that it makes: the stage keeps them for later slices
     sent_copies: float  # bytes of messages that are no memories of its own: copies of views in another order
     saved: float  # bytes that stay from the forward until the backward; RunTensors has their tensors
     forward: Peak  # with everything that autograd saves
-    dropping: Peak  # forward that saves nothing
+    dropping: Peak  # forward that saves nothing but ``earlier``
+    again: Peak  # forward of a recomputation, which replaces ``earlier``
     backward: Peak  # all gradients of weights exist before it
     first_backward: Peak  # it makes the gradients of the private parameters, and counts them
     deferred: float  # bytes that a split backward keeps for its weight half: ``put_off``, and gradients of results
@@ -53,8 +55,10 @@ class RunBytes:
             self,
             taken=moved(self.taken),
             given=moved(self.given),
+            earlier=moved(self.earlier),
             forward=peak(self.forward),
             dropping=peak(self.dropping),
+            again=peak(self.again),
             backward=peak(self.backward),
             first_backward=peak(self.first_backward),
             weight_half=peak(self.weight_half),
@@ -67,6 +71,7 @@ class RunTensors:
 
     positions: np.ndarray  # operations of the run
     extra: np.ndarray  # per operation: bytes that stay beside memories
+    earlier: frozenset[int]  # as in RunBytes
     held: np.ndarray  # memories that stay
     laid_out: tuple[np.ndarray, np.ndarray]  # (memory, bytes) of each copy that stays of a received view, in order
     put_off: np.ndarray  # memories that a split backward keeps for its weight half
@@ -114,10 +119,15 @@ def segment_of(
     def alive(stop: np.ndarray) -> np.ndarray:
         return np.cumsum(_add(start, size, length) - _add(stop, size, length))
 
-    forward = alive(np.where(is_saved | goes_on, length, end)) + own + temporary
-    dropping = alive(np.where(goes_on, length, end)) + temporary
-    forward, own = forward + copied, own + copied
     stays = is_saved | goes_on
+    joins = tensors.joins[places.positions][used_at]
+    last_join = _last(used[joins], used_at[joins], memories)[inside]
+    is_earlier = stays & (last_join >= 0)
+    forward = alive(np.where(stays, length, end)) + own + temporary
+    dropping = alive(np.where(goes_on | is_earlier, length, end)) + temporary
+    replaced = is_earlier & ~goes_on
+    again = forward + copied - np.cumsum(_add(last_join[replaced], size[replaced], length))
+    forward, own = forward + copied, own + copied
     held = size[stays].sum() + (own[-1] if length else 0.0)
 
     backward = own + size[goes_on].sum()
@@ -154,13 +164,16 @@ def segment_of(
     made_at = np.minimum(first_user[private], length)  # place ``length``: a weight half makes them
     exist = np.cumsum(_add(made_at, whole[private], length)[::-1])[::-1] if length else own
     growing = np.concatenate([exist[1:], [0.0]]) if length else exist
+    earlier = frozenset(np.flatnonzero(inside)[is_earlier].tolist())
     found = RunBytes(
         taken=frozenset(np.flatnonzero((last_use >= 0) & ~inside).tolist()),
         given=frozenset(np.flatnonzero(is_given).tolist()),
+        earlier=earlier,
         sent_copies=sent_copies,
         saved=float(held),
         forward=places.peak(forward),
         dropping=places.peak(dropping),
+        again=places.peak(again),
         backward=places.peak(backward),
         first_backward=places.peak(backward + growing),
         deferred=deferred,
@@ -171,6 +184,7 @@ def segment_of(
     return found, RunTensors(
         positions=places.positions,
         extra=tensors.extra[places.positions],
+        earlier=earlier,
         held=np.flatnonzero(inside)[stays],
         laid_out=copies,
         put_off=np.flatnonzero(put_off),

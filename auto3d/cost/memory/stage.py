@@ -124,19 +124,24 @@ def stage_memory(
         return float(size[sorted(memories)].sum())
 
     inputs = total(of_stage.inputs)
-    held = inputs + sum(one.saved for is_kept, one in found if is_kept)
-    recomputed = sum(one.saved for is_kept, one in found if not is_kept)
     inner = None
     if block is not None and dropped:
         inner = segments.of((block,), shared=segments.used_outside(operations), split=split)
-        recomputed = inner.saved
+
+    def earlier(one: RunBytes) -> float:
+        """Bytes that the stage keeps of the recomputed run for later slices, beside inputs."""
+        return total(one.earlier - of_stage.inputs)
+
+    held = inputs + sum(one.saved if is_kept else earlier(one) for is_kept, one in found)
+    again = [one for is_kept, one in found if not is_kept] if inner is None else [inner]
+    recomputed = sum(one.saved - earlier(one) for one in again)
 
     forward = _Highest()
     before = inputs
     for is_kept, one in found:
         peak = one.forward if is_kept else one.dropping
         forward.add(before, peak)
-        before += one.saved if is_kept else 0.0
+        before += one.saved if is_kept else earlier(one)
     given_gradients = _differentiable(tensors, whole.given)
     backward, first, late = _Highest(), _Highest(), _Highest()
     before, all_saved, made = held, held + recomputed, 0.0
@@ -145,8 +150,9 @@ def stage_memory(
         if is_kept:
             before -= one.saved
         else:
-            backward.add(before + given_gradients, run.forward)
-            first.add(before + given_gradients + made, run.forward)
+            backward.add(before + given_gradients, run.again)
+            first.add(before + given_gradients + made, run.again)
+            before -= earlier(run)
         all_saved -= run.saved
         backward.add(before, run.backward)
         first.add(before + made, run.first_backward)
@@ -156,8 +162,8 @@ def stage_memory(
     before = held
     for is_kept, one in found:
         if not is_kept:
-            recompute.add(before, one.forward)
-            before += one.saved
+            recompute.add(before, one.again)
+            before += one.saved - earlier(one)
     last_kept = found[-1][0]
     return StageMemory(
         in_flight=held,

@@ -1,6 +1,6 @@
 """The tensors that a stage holds for its micro-batches: the terms of a StageMemory, each with its name."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from auto3d.cost.memory.parameters import local_spans
@@ -42,10 +42,15 @@ def stage_tensors(
     for is_kept, spans in runs_of(operations, dropped):
         if is_kept:
             yield from _saved(tensors, held_by(spans), "in_flight")
-        elif block is None:
-            yield from _saved(tensors, held_by(spans), "recomputed")
+            continue
+        run = held_by(spans)
+        for memory in sorted(run.earlier - stage.inputs):
+            yield _activation("in_flight", tensors.names[memory], tensors.size[memory])
+        if block is None:
+            yield from _saved(tensors, run, "recomputed", beside=run.earlier - stage.inputs)
     if block is not None and dropped:
-        yield from _saved(tensors, held_by((block,)), "recomputed")
+        run = held_by((block,))
+        yield from _saved(tensors, run, "recomputed", beside=run.earlier - stage.inputs)
     whole = held_by(operations)
     for memory in whole.put_off.tolist():
         yield _activation("deferred", tensors.names[memory], tensors.size[memory])
@@ -73,6 +78,10 @@ def fused_stage_tensors(
     elif dropped:
         for position in _positions(dropped):
             yield _activation("recomputed", f"saved by {_operation(tables, position)}", work.saved[position])
+    for span in local_spans(work.tensors, dropped):
+        for position in range(*span):
+            name = f"operand of {work.tensors.operations[position]}"
+            yield _activation("in_flight", name, work.tensors.slice_gradient[position])
     for position in _positions(operations):
         name = f"operands and gradients of {_operation(tables, position)}"
         yield _activation("deferred", name, work.deferred[position])
@@ -86,8 +95,11 @@ def _of_later_slices(tensors: Tensors, positions: Iterable[int]) -> Iterator[Sta
         yield _activation("slice_gradients", name, tensors.slice_gradient[position])
 
 
-def _saved(tensors: Tensors, run: RunTensors, count: str) -> Iterator[StageTensor]:
+def _saved(tensors: Tensors, run: RunTensors, count: str, *, beside: Collection[int] = ()) -> Iterator[StageTensor]:
+    """What stays of ``run``, but for the memories in ``beside``."""
     for memory in run.held.tolist():
+        if memory in beside:
+            continue
         yield _activation(count, tensors.names[memory], tensors.size[memory])
     for position, size in zip(run.positions.tolist(), run.extra.tolist(), strict=True):
         yield _activation(count, f"saved by {tensors.operations[position]}", size)

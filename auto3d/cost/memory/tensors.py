@@ -67,6 +67,7 @@ class Tensors:
     slice_gradient: np.ndarray
     """Per operation, for a slice of the sequence: bytes of the gradient of its keys or values, which later slices make
     and which exists until its own backward."""
+    joins: np.ndarray  # per operation: whether it joins keys or values of a slice, which the stage keeps for later ones
     begins: np.ndarray | None = None
     """Position in the whole Graph -> position here, for a share of the model; None where both are the same."""
 
@@ -162,7 +163,7 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
     parameters = {name: index for index, name in enumerate(sorted(graph.trained & graph.parameters.keys()))}
     count = len(graph.nodes)
     deferred_gradient, forward_extra, backward_extra = np.zeros(count), np.zeros(count), np.zeros(count)
-    slice_gradient = np.zeros(count)
+    slice_gradient, joins = np.zeros(count), np.zeros(count, dtype=bool)
     joined: dict[str, float] = {}  # keys or values of all slices so far -> bytes
     for position, node in enumerate(graph.nodes):
         for name in node.reads:
@@ -205,6 +206,7 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
         forward_extra[position], backward_extra[position] = (scale * each for each in _temporaries(graph, node, shapes))
         backward_extra[position] += sum(joined.get(name, 0.0) for name in node.reads)  # the backward joins them again
         if node.operator == WITH_EARLIER:
+            joins[position] = True
             (value,) = node.outputs
             joined[value.name] = scale * value.bytes
             slice_gradient[position] = scale * prod(shapes[node.reads[0]]) * value.item_bytes * value.differentiable
@@ -247,6 +249,7 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
         forward_extra=forward_extra,
         backward_extra=backward_extra,
         slice_gradient=slice_gradient,
+        joins=joins,
         extra=np.zeros(count),
     )
     return replace(found, extra=saved - found.first_saved)
@@ -290,6 +293,7 @@ def tensors_of_layers(saved: np.ndarray, outputs: np.ndarray) -> Tensors:
         forward_extra=np.zeros(count),
         backward_extra=np.zeros(count),
         slice_gradient=np.zeros(count),
+        joins=np.zeros(count, dtype=bool),
     )
 
 

@@ -3,12 +3,14 @@
 from auto3d.schedule.alternation import alternate, of_stage
 from auto3d.schedule.family import Family
 from auto3d.schedule.operation import Kind, Operation, Schedule
-from auto3d.schedule.options import check_least
+from auto3d.schedule.options import check_least, recomputing
 from auto3d.schedule.straight_pipeline import Order, straight_pipeline
 from auto3d.schedule.sync import place_syncs
 
 
-def seq1f1b(*, devices: int, micro_batches: int, slices: int = 2, sync: str = "lazy") -> Schedule:
+def seq1f1b(
+    *, devices: int, micro_batches: int, slices: int = 2, recompute: str = "none", sync: str = "lazy"
+) -> Schedule:
     """Seq1F1B with k = ``slices`` slices per micro-batch; one slice is 1F1B.
 
     Under causal attention a slice needs the keys and values of the slices before it, and their gradients come from the
@@ -18,11 +20,14 @@ def seq1f1b(*, devices: int, micro_batches: int, slices: int = 2, sync: str = "l
 
     With equal slices, each device idles (D - 1)(F + B)/k, and stage s holds the activations of at most D - s + k - 1
     slices, (D - s + k - 1)/k micro-batches. Slices of equal length are not equal in time, since a later one attends to
-    more keys; devices then idle longer.
+    more keys; devices then idle longer. A stage that recomputes holds, besides its inputs, the keys and values of the
+    slices in flight.
     """
     check_least("seq1f1b", "slices", slices, 1)
     orders = [_order(stage, devices, micro_batches, slices) for stage in range(devices)]
-    return place_syncs(straight_pipeline("seq1f1b", orders, micro_batches=micro_batches, slices=slices), sync)
+    recomputed = recomputing("seq1f1b", devices, recompute)
+    schedule = straight_pipeline("seq1f1b", orders, micro_batches=micro_batches, recompute=recomputed, slices=slices)
+    return place_syncs(schedule, sync)
 
 
 def _order(stage: int, devices: int, micro_batches: int, slices: int) -> Order:

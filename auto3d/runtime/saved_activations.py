@@ -1,0 +1,34 @@
+"""Forwards whose activations autograd does not save, because the stage computes them again for the backward."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+_SAVES = ContextVar("saves", default=True)
+
+
+@contextmanager
+def no_saved_activations() -> Iterator[None]:
+    """Autograd is on but saves no activations.
+
+    It is on because attention would take another kernel without it, and round differently.
+    """
+    before = _SAVES.set(False)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_drop, _drop):
+            yield
+    finally:
+        _SAVES.reset(before)
+
+
+def saves_activations() -> bool:
+    """Whether autograd saves activations now. Hooks of an operator's own would replace those that drop them."""
+    return _SAVES.get()
+
+
+def _drop(tensor: Any) -> Any:
+    """None, in the place of ``tensor``."""
+    return None
