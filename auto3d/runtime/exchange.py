@@ -7,6 +7,7 @@ other. The program decides when each receive is posted (``schedule/common_order.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -131,7 +132,7 @@ class Exchange:
         self._transfers = _by_stages(transfers)
         self._sizes: dict[int, int] = {}  # micro-batch of another size -> number of that
         self._of_sizes: list[tuple[Sequence[Transfer], _ByStages]] = []
-        self._routes: dict[Message, _Route] = {}
+        self._route = cache(self._new_route)
         self._local: dict[Message, list[torch.Tensor]] = {}
         self._sent: dict[Message, list[_Transmission]] = {}
         self._posted: dict[Message, list[_Transmission]] = {}
@@ -142,7 +143,7 @@ class Exchange:
         ones."""
         before, self._sizes = self._sizes, {m: self._number_of(transfers) for m, transfers in sizes.items()}
         if self._sizes != before:
-            self._routes.clear()
+            self._route.cache_clear()
 
     def _number_of(self, transfers: Sequence[Transfer]) -> int:
         for number, (known, _) in enumerate(self._of_sizes):
@@ -253,18 +254,12 @@ class Exchange:
     def _is_local(self, message: Message) -> bool:
         return self._device_of[message.source, message.pipe] == self._device_of[message.target, message.pipe]
 
-    def _route(self, message: Message) -> _Route:
+    def _new_route(self, message: Message) -> _Route:
         """The slices of ``message`` that this rank sends or receives, by peer.
 
         Peers are in the order of their ranks. So where several ranks send one message to several others, all of them
         follow one common order: by sender, and for each sender by receiver.
         """
-        route = self._routes.get(message)
-        if route is None:
-            route = self._routes[message] = self._new_route(message)
-        return route
-
-    def _new_route(self, message: Message) -> _Route:
         names = [transfer.value.name for transfer in self._carried(message)]
         if self._is_local(message):
             return _Route(names, is_local=True, legs=[], is_direct=False)

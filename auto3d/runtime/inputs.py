@@ -38,7 +38,9 @@ class MicroBatchInputs:
     ) -> None:
         self.micro_batches = micro_batches
         self._slices = slices
-        self._loader = Loader(batches, pinned_memory_of(device), largest)
+        memory = pinned_memory_of(device)
+        self._prefetches = memory is not None
+        self._loader = Loader(batches, memory, largest)
         self._first_micro_batch = first_micro_batch
         self._first_iteration = 0
         self._begin: int | None = None  # first iteration of the first program
@@ -61,6 +63,8 @@ class MicroBatchInputs:
         self._first_iteration, self._compares = first_iteration, is_complete
         if self._begin is None:
             self._begin = first_iteration
+        if not self._prefetches:
+            return
         needs = needs_of(
             program,
             inputs_of,
