@@ -59,10 +59,10 @@ class _Segment:
 
     def run(self, state: Tensors, values: Tensors) -> tuple[list[torch.Tensor], list[_Use]]:
         """The values that it gives, and its uses of the tensors that get a leaf per use, in order."""
-        uses: list[_Use] = []
         run = self._module.forward  # a call of the module itself would look for hooks, which it has none of
         if not self._per_use:
-            return run(*map(state.__getitem__, self._state), *map(values.__getitem__, self._values)), uses
+            return run(*map(state.__getitem__, self._state), *map(values.__getitem__, self._values)), []
+        uses: list[_Use] = []
 
         def argument(tensor: torch.Tensor, name: str) -> torch.Tensor:
             if name not in self._per_use or not tensor.requires_grad:
@@ -123,9 +123,9 @@ class SegmentComputation:
         made: dict[str, torch.Tensor] = {}
         for number, segment in enumerate(self._segments):
             in_flight.old_buffers.append({} if segment.kept else segment.copy_buffers(state))
+            own = {**state, **weights} if weights else state
             with nullcontext() if segment.kept else no_saved_activations():
-                known = {**state, **weights} if weights else state
-                outputs, in_flight.uses[number] = segment.run(known, in_flight.values)
+                outputs, in_flight.uses[number] = segment.run(own, in_flight.values)
             in_flight.outputs.append(outputs if segment.kept else None)
             for name, output in zip(segment.gives, outputs, strict=True):
                 made[name] = output.detach()
