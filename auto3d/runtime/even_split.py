@@ -36,7 +36,10 @@ class EvenSplit:
     def joined(self, stacked: torch.Tensor) -> torch.Tensor:
         """The whole tensor of its shards, [shards, …]; in new memory unless they follow one another."""
         if self.blocks == 1:
-            return stacked.flatten(0, 1) if self.dim == 0 else torch.cat(stacked.unbind(), self.dim)
+            shape = stacked.shape
+            if shape[1 : self.dim + 1].numel() == 1:
+                return stacked.view((*shape[1 : self.dim + 1], self.shards * self.piece, *shape[self.dim + 2 :]))
+            return torch.cat(stacked.unbind(), self.dim)
         dim, shape = self.dim, stacked.shape[1:]
         before, after = shape[:dim], shape[dim + 1 :]
         pieces = stacked.view((self.shards, *before, self.blocks, self.piece, *after)).movedim(0, dim + 1)

@@ -79,6 +79,11 @@ def use_fast_calls(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` without what that does for functorch, which takes as long as the rest."""
+    return super(torch.autograd.Function, function).apply
+
+
 def drops_nothing(node: fx.Node) -> bool:
     """Whether ``node`` is a dropout that returns its argument."""
     return node.target is aten.dropout.default and (node.args[1] == 0 or not node.args[2])

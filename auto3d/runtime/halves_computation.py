@@ -18,6 +18,7 @@ from torch.fx.graph import _BoxedCodeGen
 from auto3d.capture.nodes import args_of
 from auto3d.partition.segment import Segment
 from auto3d.partition.turns import Handover, Turn, turns, values_with_gradient
+from auto3d.runtime.fast_calls import apply_of
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.saved_activations import no_saved_activations
 from auto3d.runtime.segment_computation import ProgramOf
@@ -78,6 +79,9 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         ctx.gradients.add(ctx.name, gradient)
         return None, None, None, None
+
+
+_enter = apply_of(_Enter)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +262,7 @@ class HalvesComputation:
         def entering(name: str) -> torch.Tensor:
             if name not in self._with_gradient:
                 return values[name]
-            return _Enter.apply(self._anchor, values[name], name, in_flight.gradients)
+            return _enter(self._anchor, values[name], name, in_flight.gradients)
 
         for turn, names in zip(segment.forward, unused, strict=True):
             if isinstance(turn, _RunnableHandover):

@@ -14,6 +14,7 @@ from torch import nn
 
 from auto3d.capture.autocast import copy_name
 from auto3d.capture.model import CapturedModel
+from auto3d.runtime.fast_calls import apply_of
 
 Copies = Mapping[str, tuple[str, torch.dtype]]
 """Name of a copy -> name of its parameter, and the type of the copy."""
@@ -62,7 +63,7 @@ class UseOfCopy(nn.Module):
 
 def use_copy(parameter: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     """``copy``, whose gradient becomes that of ``parameter``."""
-    used = _UseOfCopy.apply(parameter, copy)
+    used = _use(parameter, copy)
     assert isinstance(used, torch.Tensor)
     return used
 
@@ -76,3 +77,6 @@ class _UseOfCopy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient.to(ctx.dtype), None
+
+
+_use = apply_of(_UseOfCopy)

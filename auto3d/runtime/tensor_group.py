@@ -16,6 +16,7 @@ from torch import fx, nn
 from auto3d.capture.shard import Shard, joined
 from auto3d.derived.model import Derived
 from auto3d.runtime.even_split import even_split
+from auto3d.runtime.fast_calls import apply_of
 from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import waiting_for
@@ -175,8 +176,7 @@ class _Converted(torch.autograd.Function):
         return ctx.action(gradient)(), None, None
 
 
-# Function.apply without what it does for functorch, which takes as long as the rest.
-_convert = super(torch.autograd.Function, _Converted).apply
+_convert = apply_of(_Converted)
 
 
 def forward_action(conversion: Conversion, split: Split | None, group: TensorGroup, what: str) -> Action:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from auto3d.runtime.fast_calls import apply_of
 from auto3d.runtime.low_precision import use_copy
 
 aten = torch.ops.aten
@@ -94,19 +95,19 @@ class SplitOperation(nn.Module):
             bias, value, weight = args
             if bias.shape != weight.shape[1:]:
                 return self._as_it_is(args, learned)
-            return _Product.apply(value, weight, bias, *learned, False, self._deferred, self._defers_bias)
+            return _product(value, weight, bias, *learned, False, self._deferred, self._defers_bias)
         value, weight, bias, *rest = args if len(args) > 2 else (*args, None)
         if self._target is aten.linear.default:
             if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
                 return self._as_it_is(args, learned)
-            return _Product.apply(value, weight, bias, *learned, True, self._deferred, self._defers_bias)
+            return _product(value, weight, bias, *learned, True, self._deferred, self._defers_bias)
         if value.dim() != weight.dim():  # without a dimension of samples
             return self._as_it_is(args, learned)
         dimensions = value.dim() - 2
         defaults: list[Any] = [[1], [0], [1], 1]
         stride, padding, dilation, groups = rest + defaults[len(rest) :]
         geometry = [list(size) * (dimensions if len(size) == 1 else 1) for size in (stride, padding, dilation)]
-        return _Convolution.apply(value, weight, bias, *learned, (*geometry, groups), self._deferred, self._defers_bias)
+        return _convolution(value, weight, bias, *learned, (*geometry, groups), self._deferred, self._defers_bias)
 
     def _as_it_is(self, args: Sequence[Any], learned: tuple[Any, Any]) -> torch.Tensor:
         places = self._places
@@ -157,6 +158,9 @@ class _Product(torch.autograd.Function):
         return (gradient @ weight if ctx.needs_input_grad[0] else None), None, of_bias, *[None] * 5
 
 
+_product = apply_of(_Product)
+
+
 def _add_product(
     gradient: torch.Tensor, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
 ) -> None:
@@ -205,6 +209,9 @@ class _Convolution(torch.autograd.Function):
         if ctx.bias is None and ctx.needs_input_grad[2]:
             of_bias = gradient.sum([0, *range(2, gradient.dim())])
         return of_input, None, of_bias, *[None] * 5
+
+
+_convolution = apply_of(_Convolution)
 
 
 def _add_convolution(

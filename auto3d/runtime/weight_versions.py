@@ -110,9 +110,12 @@ def _adds_to(parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
     """A hook that moves the gradient of a copy to ``parameter``."""
 
     def move(copy: torch.Tensor) -> None:
-        assert copy.grad is not None
-        add_gradient(copy.grad, parameter)
-        copy.grad = None
+        gradient, copy.grad = copy.grad, None
+        assert gradient is not None
+        if parameter.grad is None:
+            add_gradient(gradient, parameter)
+        else:
+            parameter.grad.add_(gradient)
 
     return move
 

@@ -16,6 +16,7 @@ from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import samples_at_once
+from tests.benchmarks.programs import CASES, Case, ours, per_layer
 from tests.distributed.parity import ADAMW, make_plan
 from tests.models import TRAINED, captured, precision_of
 from tests.promises.counts import check, counted
@@ -96,3 +97,10 @@ def test_counts_of_a_training(model: str, dp: int, pp: int, processes: Any):
     plan = make_plan(model, dp=dp, pp=pp, schedule="1f1b")
     first, *_ = processes.run(plan.ranks, count_training, model, plan)
     check(f"iteration of {model}, dp {dp}, pp {pp}, rank 0", first)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_counts_of_a_layer(case: Case):
+    found = per_layer(case, ours)
+    del found["operators"]  # a processor's kernels may call others
+    check(f"program of a layer of GPT-2, {case.name}", found)
