@@ -1,9 +1,13 @@
 """A segment's program compiled by torch.compile, in pieces around the operations that must run as they are.
 
-A random operator seeds its generator first, and a user's autograd Function may run any code: these stay between pieces
-that inductor compiles. Pieces have static shapes, so none is compiled again after the warm-up.
+A random operator seeds its generator first, a collective waits for other ranks, a split backward leaves work for later,
+and a user's autograd Function may run any code: these stay between pieces that inductor compiles. Pieces have static
+shapes, so none is compiled again after the warm-up. Equal pieces, such as those of a model's blocks, share their code.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,14 +34,48 @@ def compiled(module: fx.GraphModule) -> fx.GraphModule:
     as_they_are = {f"submod_{piece}" for node, piece in piece_of.items() if _runs_as_it_is(node)}
     for name, piece in list(whole.named_children()):
         if name.startswith("submod_") and name not in as_they_are:
+            assert isinstance(piece, fx.GraphModule)
             setattr(whole, name, _Compiled(piece))
     return whole
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """A ``piece``; equal ``text`` means that another one computes the same of inputs of the same sizes and layouts."""
+
+    text: str
+    piece: fx.GraphModule = field(compare=False)
+
+
+@cache
+def _code_of(kind: _Kind) -> Callable[..., Any]:
+    """The compiled code of a kind of pieces, for all stages of this process."""
+    return torch.compile(kind.piece, fullgraph=True, dynamic=False)
+
+
+def _text(piece: fx.GraphModule) -> str:
+    """What ``piece`` computes, without names."""
+    numbers = {node: f"value {number}" for number, node in enumerate(piece.graph.nodes)}
+    lines = []
+    for node in piece.graph.nodes:
+        if node.op == "get_attr" or (node.op == "placeholder" and "val" not in node.meta):
+            return f"piece {id(piece)}"  # alone of its kind
+        args, kwargs = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
+        what = node.target if node.op == "call_function" else [_described(node.meta.get("val"))]
+        lines.append(f"{node.op} {what} {args} {kwargs}")
+    return "\n".join(lines)
+
+
+def _described(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype, tuple(value.shape), value.stride(), value.requires_grad
+
+
 class _Compiled(nn.Module):
-    def __init__(self, piece: nn.Module) -> None:
+    def __init__(self, piece: fx.GraphModule) -> None:
         super().__init__()
-        self._run = torch.compile(piece, fullgraph=True, dynamic=False)
+        self._run = _code_of(_Kind(_text(piece), piece))
 
     def forward(self, *args: Any) -> Any:
         return self._run(*args)

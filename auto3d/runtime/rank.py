@@ -150,10 +150,16 @@ class Rank:
         self.executor.note_weights(evaluation=_EVALUATES in numbers)
 
 
-def _compile(stages: Iterable[tuple[StageModule, Graph]], world: World, device: torch.device) -> None:
+def _compile(
+    stages: Iterable[tuple[StageModule, Graph]], world: World, device: torch.device, group: ProcessTensorGroup | None
+) -> None:
     """Compile ``stages``, each a part of its Graph, and wait for the other ranks, which may take minutes longer."""
+    if group is not None:
+        group.is_alone = True
     for stage, graph in stages:
         stage.warm_up(graph, device)
+    if group is not None:
+        group.is_alone = False
     everyone = new_group(range(world.size), COMPILE_TIMEOUT_S, device=device, numbers=True)
     connect(everyone, device=device, what="all ranks, each with its stages compiled", timeout_s=COMPILE_TIMEOUT_S)
 
@@ -261,7 +267,7 @@ def build_rank(
             sized={each: sized(captured.for_inputs(inputs)) for each, inputs in data.lengths.inputs.items()},
         )
     if settings.compile:
-        _compile(compiled, world, device)
+        _compile(compiled, world, device, group)
     totals = Totals(
         everyone,
         device=device,

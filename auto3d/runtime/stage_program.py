@@ -95,6 +95,7 @@ def segment_program(
             users = sorted({user for user in (*node.users, *of_copies) if user.name in inside}, key=order.__getitem__)
             for user in users if name in per_user else [None]:
                 value = graph.placeholder(f"{prefix}_{len(added)}")
+                value.meta = {"val": node.meta["val"]}
                 added.append(name)
                 if node.op == "call_function" and not node.meta["val"].is_contiguous():
                     value = graph.call_function(in_layout, (value, node.meta["val"].stride()))
@@ -106,6 +107,7 @@ def segment_program(
         for low in copies_by_name.get(name, ()):
             if any(user.name in inside for user in low.users):
                 env[low] = graph.placeholder(f"state_{len(state)}")
+                env[low].meta = {"val": low.meta["val"]}
                 state.append(copy_name(name, low.meta["val"].dtype))
     values = add_placeholders(segment.takes, source, "value")
     trained = {env[placeholder[name]] for name in state if name in captured.graph.parameters and name not in per_user}

@@ -33,9 +33,7 @@ EXCLUDED: tuple[tuple[Feature, Feature, str], ...] = (
     (SLICES, SEQUENCE_PARALLELISM, "both divide the sequence"),
     (SLICES, SUB_PIPELINING, "slices run one after the other, and halves take turns"),
     (SLICES, REPLICAS, "a slice has all samples of its micro-batch, and a replica has some of them"),
-    (COMPILED, TENSOR_PARALLELISM, "collectives would cut what is compiled at every layer"),
     (COMPILED, SLICES, "a slice keeps keys and values for later ones, which compiled code does not"),
-    (COMPILED, SPLIT_BACKWARD, "compiled code has one backward"),
     (COMPILED, EMULATED, "emulated devices compute nothing"),
     (EMULATED, SHARDS_OF_SLICES, "the times of emulated collectives are those of all tokens"),
 )

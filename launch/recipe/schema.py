@@ -188,8 +188,8 @@ class TrainingRecipe:
     )
     compile: bool = key(
         False,
-        "compile the operators of each stage with torch.compile before the first iteration; without tensor "
-        "parallelism and zero-bubble schedules; docs/runtime.md has what it gains",
+        "compile the operators of each stage with torch.compile before the first iteration, but not of slices of the "
+        "sequence; docs/runtime.md has what it gains",
     )
     deterministic: bool = key(
         False,
