@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -211,6 +212,15 @@ def test_plan_ranks_candidates_and_counts_those_that_cannot_be(folder, auto3d):
     shown = auto3d("plan", "own.yaml", *arguments).out
     assert "why the best is best" in shown
     assert "exhaustive search of" in shown
+
+
+def test_plan_says_where_the_host_binds(folder, auto3d):
+    """Two small products on an H100 wait for their launches half of the time."""
+    gpu = ["cluster.accelerator=H100-80GB", "cluster.device=cuda", "search.pp=[1]"]
+    shown = auto3d("plan", "own.yaml", *gpu).out
+    (share,) = re.findall(r"^the host binds: its device waits for launches .* in (\d+)% of plan 1", shown, re.MULTILINE)
+    best = planned(auto3d, *gpu)["candidates"][0]
+    assert int(share) == round(100 * best["estimate"]["host_s"] / best["predicted_s"]) >= 5
 
 
 def test_plan_certifies_an_order(folder, auto3d):
