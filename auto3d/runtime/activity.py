@@ -55,8 +55,11 @@ class RankActivity:
         self._board: ActivityBoard | None = None
 
     def report_to(self, board: ActivityBoard, rank: int) -> None:
-        """From now on write every change to line ``rank`` of ``board``."""
-        self._board, self.rank = board, rank
+        """From now on write every change to line ``rank`` of ``board``.
+
+        The process has just been forked, so its training begins, whatever its parent has trained itself.
+        """
+        self._board, self.rank, self._phase = board, rank, BEFORE_TRAINING
 
     def set_phase(self, phase: str) -> None:
         """Enter ``phase``, computing."""

@@ -241,6 +241,12 @@ def test_an_abort_with_no_other_cause_is_reported(abort, status, ending):
     assert outcome.error.startswith(f"rank 0 on {HOST}, before its first iteration, was ended by SIGABRT")
 
 
+def test_a_rank_has_not_begun_whatever_its_parent_has_trained(monkeypatch):
+    monkeypatch.setattr(THIS_RANK, "_phase", "at U0")
+    outcome = run_ranks(1, lambda world, report: aborts_at_work(), timeout_s=60)
+    assert outcome.error.startswith(f"rank 0 on {HOST}, before its first iteration, ")
+
+
 def test_a_rank_that_dies_in_the_middle_of_a_message_is_reported():
     def run(world: World, report: ranks.Report) -> None:
         report(os.getpid())
