@@ -27,8 +27,8 @@ from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
 from auto3d.schedule.asynchronous import check_trainable, iterations_between_flushes
 from auto3d.schedule.carried_buffers import check_carried_buffers
-from auto3d.schedule.combinations import COMPILED, EMULATED, SPLIT_BACKWARD, Feature, check_together, divisions_of
-from auto3d.schedule.operation import Kind, Schedule
+from auto3d.schedule.combinations import COMPILED, EMULATED, Feature, check_together, divisions_of
+from auto3d.schedule.operation import Schedule
 from auto3d.schedule.program import PipeStage
 from auto3d.schedule.shape import has_one_reader
 from auto3d.tensor_placement import WHOLE, PlacementKind, TensorPlacement
@@ -237,7 +237,7 @@ def lay_out_plan(
     by_hand = [schedule] * (settings.iterations // schedule.iterations) if schedule else []
     schedules = by_hand or schedules_of(plan, settings.iterations)
     first = schedules[0]
-    check_together(_features(plan, settings, first))
+    check_together(_features(plan, settings))
     replicas = replicas_of_devices(plan, first)
     read_once = read_once and has_one_reader(plan, first) and settings.emulation is None
     stages = stages_of(captured, plan, read_once=read_once)
@@ -271,15 +271,13 @@ def terms_of_slice(captured: CapturedModel, slices: int) -> LossTerms:
     return replace(terms, counted=tuple(replace(term, places=term.places / slices) for term in terms.counted))
 
 
-def _features(plan: Plan, settings: TrainingSettings, schedule: Schedule) -> set[Feature]:
+def _features(plan: Plan, settings: TrainingSettings) -> set[Feature]:
     """The features of a run that may not go together."""
     found = divisions_of(plan)
     if settings.emulation is not None:
         found.add(EMULATED)
-    if settings.compile:  # nothing else asks for the kinds of all operations, which may be many
+    if settings.compile:
         found.add(COMPILED)
-        if any(each.kind is Kind.BACKWARD_INPUT for operations in schedule.operations for each in operations):
-            found.add(SPLIT_BACKWARD)
     return found
 
 

@@ -25,7 +25,6 @@ TENSOR_PARALLELISM = Feature("tensor parallelism", "tp: 1")
 SEQUENCE_PARALLELISM = Feature("sequence parallelism", "sequence_parallel: false")
 SUB_PIPELINING = Feature("sub-pipelining", f"tensor_overlap: {NO_OVERLAP}")
 REPLICAS = Feature("replicas of single stages", "one replica of each stage")
-SPLIT_BACKWARD = Feature("backwards in two halves", "a schedule with whole backwards, such as 1f1b")
 COMPILED = Feature("compiled code", "training.compile: false")
 EMULATED = Feature("emulated devices", "training.compute: real")
 
