@@ -108,6 +108,8 @@ def grid() -> Iterator[Cell]:
         yield Cell(model=model, schedule="gpipe", pp=3, replicas=(1, 2, 1), recompute=0.0)
         yield Cell(model=model, schedule="chimera", pp=2, replicas=(2, 2))
         yield Cell(model=model, pp=2, replicas=(2, 1), shard_optimizer=True)
+        if model in CAUSAL:
+            yield Cell(model=model, schedule="seq1f1b", pp=2, slices=2, replicas=(1, 2))
     for model in ("gpt2-wide@bfloat16", "bert-wide@bfloat16", "llama-wide@bfloat16"):
         for schedule in ("1f1b", "gpipe", "zb-h1"):
             yield Cell(model=model, schedule=schedule, pp=2)

@@ -248,8 +248,7 @@ def lay_out_plan(
     if settings.emulation is not None:
         settings.emulation.check_fits(plan.stages)
     program = rank_program(captured, plan, 1)
-    is_sharded = program.derived is not None and first.slices == 1
-    of_ranks = cut(program.captured.graph, program.plan.stages) if is_sharded else stages
+    of_ranks = stages if program.derived is None else cut(program.captured.graph, program.plan.stages)
     has_terms = settings.emulation is None and settings.loss_mean != SUMMED_ITEMS
     return PlanLayout(
         captured=captured,
@@ -291,7 +290,7 @@ def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
     names = {*captured.graph.parameters, *captured.graph.buffers}
     model, of_slices = program.derived, list[tuple[Stage, ...]]()
     if model is not None and model.share.slices > 1:
-        of_slices = stages_of_slices(model, common.plan.stages)
+        of_slices = stages_of_slices(model, program.whole_stages)
     if common.settings.emulation is not None:
         counts = [stage.replicas for stage in plan.stages]
         stages, names = common.settings.emulation.stages(stages, counts, replicas), set()

@@ -59,7 +59,7 @@ from auto3d.schedule.lowering import lower
 from auto3d.schedule.operation import Schedule
 from auto3d.schedule.program import PipeStage, Program
 from auto3d.schedule.shape import shares_of
-from auto3d.share import WHOLE, Share, share_of
+from auto3d.share import WHOLE, Share
 
 _CAUSE_OF_SEED = (
     "the model's initialisation does not follow from training.seed alone, but depends on the rank, the time or a "
@@ -355,23 +355,25 @@ def predicted_memory(
     """The estimate for each pipeline device of ``plan``, from the Graphs that its ranks run of ``captured``."""
     options = memory_options(settings.optimizer, settings.device, captured.graph.precision, lambda: captured.graph)
     options = replace(options, read_once=read_once)
-    program = rank_program(captured, plan, 1)
-    if program.derived is not None and program.derived.share.slices > 1:
-        graphs, whole = list(local_graphs(program.derived)), _work_of(captured.graph)
-        shares = list(shares_of(plan))
-        if plan.tp > 1:  # the share of all tokens has the sizes of the weights
-            of_tokens = rank_program(captured, without_slices(plan), 1).derived
-            assert of_tokens is not None
-            graphs, shares = [*graphs, *local_graphs(of_tokens)], [*shares, share_of(plan)]
-        made = (work_of_local(whole, graph, precision=graph.graph.precision) for graph in graphs)
-        of_shares = dict(zip(shares, made, strict=True))
-        work = ModelWork(lambda samples, share: whole if share == WHOLE else of_shares[share], options)
-        return PlanMemory(work, options).devices(plan)
+    in_slices = len(shares_of(plan)) > 1
 
     def work_at(samples: int, share: Share) -> Work:
-        return _work_of(rank_program(captured, plan, captured.graph.micro_batch_size // samples).captured.graph)
+        program = rank_program(captured, plan, captured.graph.micro_batch_size // samples)
+        if not in_slices:
+            return _work_of(program.captured.graph)
+        model = program.derived
+        assert model is not None
+        whole = _work_of(model.whole.graph)
+        if share == WHOLE:
+            return whole
+        if share.slices == 1:  # the share of all tokens has the sizes of the weights
+            model = rank_program(captured, without_slices(plan), captured.graph.micro_batch_size // samples).derived
+            assert model is not None
+        graph = local_graphs(model)[share.slice_number]
+        return work_of_local(whole, graph, precision=graph.graph.precision)
 
-    return PlanMemory(ModelWork(work_at, options), options).devices(program.plan)
+    of_rank = plan if in_slices else rank_program(captured, plan, 1).plan
+    return PlanMemory(ModelWork(work_at, options), options).devices(of_rank)
 
 
 def _work_of(graph: Graph) -> Work:

@@ -8,7 +8,7 @@ from auto3d.derived.model import Derived
 from auto3d.derived.of_share import derived
 from auto3d.partition.samples import dimensions_between_replicas
 from auto3d.partition.stage import Stage, same_stages
-from auto3d.plan import SUB_PIPELINED, Plan, PlanError
+from auto3d.plan import SUB_PIPELINED, Plan, PlanError, StagePlan
 from auto3d.schedule import without_slices
 from auto3d.schedule.combinations import check_together, divisions_of
 from auto3d.schedule.operation import Schedule
@@ -22,6 +22,7 @@ class RankProgram:
 
     captured: CapturedModel
     plan: Plan  # its stages cut the graph of ``captured``
+    whole_stages: tuple[StagePlan, ...]  # the same stages of the model that ``captured`` was derived from
     derived: Derived | None = None  # None: the rank runs all of the model; else ``captured`` is its program
 
 
@@ -35,15 +36,21 @@ def rank_program(captured: CapturedModel, plan: Plan, replicas: int) -> RankProg
     check_together(divisions_of(plan))
     captured, plan = captured_slice(captured, plan, replicas)
     if share == WHOLE:
-        return RankProgram(captured=captured, plan=plan)
+        return RankProgram(captured=captured, plan=plan, whole_stages=plan.stages)
     model = _derived_once(captured, plan, share)
-    if replicas > 1 and not _derived_once(of_all, plan, share).program.graph.same_operations(model.program.graph):
+    if replicas > 1 and not _same_operations(_derived_once(of_all, plan, share), model):
+        key = "schedule: it" if share.slices > 1 else "split: tensor parallelism"
         raise PlanError(
-            f"split: tensor parallelism runs other operations on {captured.graph.micro_batch_size} samples, which each "
+            f"{key} runs other operations on {captured.graph.micro_batch_size} samples, which each "
             f"of {replicas} replicas takes, than on {of_all.graph.micro_batch_size}; use stages without replicas"
         )
-    plan = replace(plan, graph=model.program.graph.fingerprint, stages=model.stages(plan.stages))
-    return RankProgram(captured=model.program, plan=plan, derived=model)
+    of_rank = replace(plan, graph=model.program.graph.fingerprint, stages=model.stages(plan.stages))
+    return RankProgram(captured=model.program, plan=of_rank, whole_stages=plan.stages, derived=model)
+
+
+def _same_operations(one: Derived, other: Derived) -> bool:
+    pairs = zip(one.programs, other.programs, strict=True)
+    return all(here.graph.same_operations(there.graph) for here, there in pairs)
 
 
 def _derived_once(captured: CapturedModel, plan: Plan, share: Share) -> Derived:
@@ -69,10 +76,10 @@ def capture_slices(captured: CapturedModel, plan: Plan) -> None:
 
     For shards of slices also the program of whole sequences, by which their memory is estimated.
     """
-    if plan.tp > 1 and shares_of(plan)[0].slices > 1:
-        rank_program(captured, without_slices(plan), 1)
-    for replicas in sorted({stage.replicas for stage in plan.stages}):
+    for replicas in sorted({1, *(stage.replicas for stage in plan.stages)}):
         rank_program(captured, plan, replicas)
+        if plan.tp > 1 and shares_of(plan)[0].slices > 1:
+            rank_program(captured, without_slices(plan), replicas)
 
 
 def replicas_of_devices(plan: Plan, schedule: Schedule) -> tuple[int, ...]:
@@ -137,8 +144,8 @@ def resplit_dimensions(captured: CapturedModel, plan: Plan, stages: Sequence[Sta
                 f"stages: {transfer.source} sends {name} to stage {transfer.target}, which has another number of "
                 "replicas, without the other half of its samples; both must have equally many"
             )
-        placed = None if program.derived is None else program.derived.placements[name].split
-        if placed is not None and placed.dim == dimensions.get(name):
+        placed = None if program.derived is None else program.derived.placements.get(name)
+        if placed is not None and placed.split is not None and placed.split.dim == dimensions.get(name):
             raise PlanError(
                 f"stages: {transfer.source} sends {name} to stage {transfer.target}, which has another number of "
                 "replicas; tensor parallelism splits it by samples too, so both must have equally many"

@@ -24,14 +24,12 @@ SHARDS_OF_SLICES = Feature("tensor parallelism of slices of the sequence", "tp: 
 TENSOR_PARALLELISM = Feature("tensor parallelism", "tp: 1")
 SEQUENCE_PARALLELISM = Feature("sequence parallelism", "sequence_parallel: false")
 SUB_PIPELINING = Feature("sub-pipelining", f"tensor_overlap: {NO_OVERLAP}")
-REPLICAS = Feature("replicas of single stages", "one replica of each stage")
 COMPILED = Feature("compiled code", "training.compile: false")
 EMULATED = Feature("emulated devices", "training.compute: real")
 
 EXCLUDED: tuple[tuple[Feature, Feature, str], ...] = (
     (SLICES, SEQUENCE_PARALLELISM, "both divide the sequence"),
     (SLICES, SUB_PIPELINING, "slices run one after the other, and halves take turns"),
-    (SLICES, REPLICAS, "a slice has all samples of its micro-batch, and a replica has some of them"),
     (COMPILED, SLICES, "a slice keeps keys and values for later ones, which compiled code does not"),
     (COMPILED, EMULATED, "emulated devices compute nothing"),
     (EMULATED, SHARDS_OF_SLICES, "the times of emulated collectives are those of all tokens"),
@@ -39,23 +37,21 @@ EXCLUDED: tuple[tuple[Feature, Feature, str], ...] = (
 """Pairs of features, with the reason."""
 
 
-def divisions(share: Share, *, overlap: str, replicas: Collection[int]) -> set[Feature]:
-    """The features of a plan whose ranks have ``share`` of the work, and whose stages have so many ``replicas``."""
+def divisions(share: Share, *, overlap: str) -> set[Feature]:
+    """The features of a plan whose ranks have ``share`` of the work."""
     found = {
         SLICES: share.slices > 1,
         SHARDS_OF_SLICES: share.slices > 1 and share.tp > 1,
         TENSOR_PARALLELISM: share.tp > 1,
         SEQUENCE_PARALLELISM: share.sequence_parallel,
         SUB_PIPELINING: share.tp > 1 and overlap != NO_OVERLAP,
-        REPLICAS: max(replicas) > 1,
     }
     return {feature for feature, is_there in found.items() if is_there}
 
 
 def divisions_of(plan: Plan) -> set[Feature]:
     """As ``divisions``, for a Plan."""
-    replicas = [stage.replicas for stage in plan.stages]
-    return divisions(shares_of(plan)[0], overlap=plan.tensor_overlap, replicas=replicas)
+    return divisions(shares_of(plan)[0], overlap=plan.tensor_overlap)
 
 
 def check_together(features: Collection[Feature]) -> None:

@@ -344,8 +344,7 @@ class PlanMaker:
         if form.slices == 1:
             return
         share = replace(share_of(candidate), slices=form.slices)
-        replicas = (2,) if candidate.replicas == UNEVEN else (1,)
-        check_together(divisions(share, overlap=candidate.tensor_overlap, replicas=replicas))
+        check_together(divisions(share, overlap=candidate.tensor_overlap))
         self._check_sliced(samples, share)
 
     def _check_sliced(self, samples: int, share: Share) -> None:

@@ -264,6 +264,18 @@ def test_a_plan_with_slices_is_made_and_predicted(partition, recompute):
     assert maker.model.seconds(plan) > 0
 
 
+def test_uneven_replicas_run_slices():
+    maker = maker_of("gpt2-wide", [])
+    maker.model = maker.model.on(Cluster(nodes=(replace(NODE, devices=3),), device="cuda"))
+    plan = maker.unlimited(replace(CANDIDATE, replicas="uneven"))
+    assert sorted(stage.replicas for stage in plan.stages) == [1, 2]
+    costs, whole = (maker.model.costs(each) for each in (plan, maker.unlimited(CANDIDATE)))
+    assert max(map(sum, zip(costs.forward, costs.backward, strict=True))) < max(
+        map(sum, zip(whole.forward, whole.backward, strict=True))
+    )
+    assert len(costs.forward_of_slice[0]) == SLICES
+
+
 def test_a_model_that_cannot_run_in_slices_is_asked_once():
     asked: list[Share] = []
     maker = maker_of("bert-wide", asked)
@@ -284,7 +296,6 @@ def test_a_model_that_cannot_run_in_slices_is_asked_once():
             {"tp": 2, "pp": 1, "tensor_overlap": "sub-pipelined"},
             "slices of the sequence and sub-pipelining",
         ),
-        ({"replicas": "uneven"}, "slices of the sequence and replicas of single stages do not go together"),
         ({"schedule": "seq1f1b:slices=5"}, "slices: 5 does not divide a sequence of 64"),
     ],
 )

@@ -47,7 +47,7 @@ def make_plan(
     """``replicas`` has the number of replicas of each pipeline device's stages."""
     options = options or {}
     shape = build_schedule(schedule, devices=len(replicas), micro_batches=micro_batches, **options)
-    whole = captured(model, micro_batch_size // shape.parts)
+    whole = captured(model, micro_batch_size // shape.sample_parts)
     for count in set(replicas):
         whole.at(whole.graph.micro_batch_size // count)  # captured before the ranks are forked, which inherit it
     graph = whole.graph
@@ -160,6 +160,22 @@ def test_halves_on_stages_of_different_replicas(model, replicas, options):
     program = rank_program(captured(model, 12), plan, 1)
     received = (each for stage in cut(program.captured.graph, program.plan.stages) for each in stage.received)
     assert {each.value.name for each in received} & program.derived.half_of.keys(), "halves cross between stages"
+    with ProcessPool(plan.ranks) as pool:
+        assert_equals_one_process(pool, model, plan)
+
+
+@pytest.mark.parametrize(
+    ("model", "replicas", "options", "tp"),
+    [
+        ("gpt2", [1, 2], {}, 1),
+        ("llama", [2, 1], {"recompute": "full"}, 2),
+        *soak(("two-losses", [2, 2], {}, 1), ("llama", [3, 1], {"slices": 4}, 1), ("gpt2", [1, 2], {}, 2)),
+    ],
+    ids=str,
+)
+def test_slices_of_the_sequence_on_replicas(model, replicas, options, tp):
+    """Each replica has its samples of every slice, and may share the weights of its stage with others."""
+    plan = make_plan(model, replicas, schedule="seq1f1b", options={"slices": 2} | options, tp=tp)
     with ProcessPool(plan.ranks) as pool:
         assert_equals_one_process(pool, model, plan)
 

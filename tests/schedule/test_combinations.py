@@ -28,15 +28,14 @@ def test_both_features_of_a_row_are_refused_and_either_alone_is_not(one, other, 
 
 
 def test_the_features_of_a_plan():
-    def names(share: Share, *replicas: int, overlap: str = SUB_PIPELINED) -> set[str]:
-        return {feature.name for feature in divisions(share, overlap=overlap, replicas=replicas)}
+    def names(share: Share, overlap: str = SUB_PIPELINED) -> set[str]:
+        return {feature.name for feature in divisions(share, overlap=overlap)}
 
-    assert names(Share(), 1, 1) == set()
-    assert names(Share(tp=2), 1) == {"tensor parallelism", "sub-pipelining"}
-    assert names(Share(tp=2, slices=2), 1, overlap="none") == {
+    assert names(Share()) == set()
+    assert names(Share(tp=2)) == {"tensor parallelism", "sub-pipelining"}
+    assert names(Share(tp=2, slices=2), overlap="none") == {
         "tensor parallelism",
         "slices of the sequence",
         "tensor parallelism of slices of the sequence",
     }
-    assert names(Share(), 2, 2) == {"replicas of single stages"}
-    assert names(Share(tp=2), 2, 1) == {"replicas of single stages", "tensor parallelism", "sub-pipelining"}
+    assert names(Share(tp=2, sequence_parallel=True), overlap="none") == {"tensor parallelism", "sequence parallelism"}
