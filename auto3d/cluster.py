@@ -30,6 +30,7 @@ class Accelerator:
 
     name: str = "device"
     peak_flops: float = 20e12  # per second
+    float8_flops: float | None = None  # the same of products whose operands have 8 bits; None: there are none
     memory_bandwidth: float = 700e9  # bytes per second
     memory_bytes: float | None = None  # memory that a process may fill; None: unknown
     matrix_efficiency: float = 0.6

@@ -91,6 +91,7 @@ def work_of_layers(layers: Sequence[Layer], samples: int, tp: int = 1, *, precis
         flops=flops,
         backward_flops=2 * flops,
         weight_flops=flops,
+        float8_flops=none,
         products=products,
         backward_products=2 * products,
         moved=traffic,

@@ -49,6 +49,9 @@ TimesOfWork = Callable[[Work, Sequence[int], int, Accelerator], Times]
 def times_of(work: Work, accelerator: Accelerator) -> Times:
     """The seconds of ``work`` on one device, without the seconds of the collectives themselves."""
     rates = _rates(work.alignment, accelerator)
+    if work.float8_flops.any():
+        assert accelerator.float8_flops is not None, "a recipe whose accelerator has no such peak is refused"
+        rates = np.where(work.float8_flops > 0, accelerator.float8_flops * accelerator.matrix_efficiency, rates)
     small = accelerator.half_flops / _aligned_rate(accelerator)  # seconds that each product takes in addition
     bandwidth = accelerator.memory_bandwidth * accelerator.memory_efficiency
 

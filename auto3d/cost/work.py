@@ -6,7 +6,7 @@ layers has one entry per layer.
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -43,6 +43,10 @@ pow, mul and mul (8 + 8 + 12), the sum of both gradients (12) and the cast back 
 tools/autograd/derivatives.yaml.
 """
 EAGER_NORM_KERNELS = (8, 14)  # the kernels of these operators, and of two on the statistic each way
+FLOAT8_CAST = 6.0
+"""Bytes per element that an operand moves to become one of 8 bits: 2 for its largest value, 2 to read it again, 1 for
+the copy and 1 for the transposed copy (transformer_engine/pytorch/tensor, with current scaling)."""
+FLOAT8_CAST_KERNELS = 2  # the largest value; the cast with its transpose
 _LOOKUPS = ("aten.embedding", "auto3d.vocabulary_embedding")
 _VOCABULARY_LOSS = "auto3d.vocabulary_cross_entropy.default"
 _LOSSES = ("aten.cross_entropy_loss", "auto3d.vocabulary_cross_entropy")
@@ -75,6 +79,7 @@ class Work:
     flops: np.ndarray  # FLOPs of matrix products in the forward
     backward_flops: np.ndarray
     weight_flops: np.ndarray  # the part of ``backward_flops`` that computes gradients of weights
+    float8_flops: np.ndarray  # the part of ``flops`` whose operands have 8 bits; the backward has the same part
     products: np.ndarray  # number of matrix products in the forward
     backward_products: np.ndarray
     moved: np.ndarray  # bytes that the forward reads and writes, without the operands of matrix products
@@ -136,6 +141,7 @@ def work_of(
     fused: bool = False,
     fused_attention: bool = True,
     system: System | None = None,
+    float8: bool = False,
 ) -> Work:
     """The work of ``graph`` without tensor parallelism; its subgraphs lie between ``bounds`` (auto3d.partition.merak).
 
@@ -143,9 +149,18 @@ def work_of(
     not a single kernel; what one rank alone adds to a partial sum is added to the sum. ``fused_attention`` says how
     ``graph`` was described (see ``auto3d.capture.describe``). ``system`` is the training system that is described
     (default: this project's runtime): the bytes that it holds, and what its loss moves.
+    With ``float8`` the products of the repeated blocks' weights take operands of 8 bits.
     """
-    work = _work(graph, precision=precision, fused=fused, fused_attention=fused_attention, system=system)
     blocks, repeated = _find_blocks(graph, bounds)
+    in_float8 = range(*repeated) if float8 else range(0)
+    work = _work(
+        graph,
+        precision=precision,
+        fused=fused,
+        fused_attention=fused_attention,
+        system=system,
+        float8=in_float8,
+    )
     return replace(work, blocks=blocks, repeated=repeated)
 
 
@@ -157,12 +172,22 @@ def work_of_local(
     fused: bool = False,
     fused_attention: bool = True,
     system: System | None = None,
+    float8: bool = False,
 ) -> Work:
     """The work of ``local``, the Graph of a share, at the positions of the whole Graph, whose work is ``whole``.
 
     What is split, exchanged and saved follows from the local Graph alone. See ``work_of`` for the keywords.
     """
-    here = _work(local.graph, precision=precision, fused=fused, fused_attention=fused_attention, system=system)
+    blocks = range(*whole.repeated) if float8 else range(0)
+    in_float8 = {place for place, position in enumerate(local.positions) if position in blocks}
+    here = _work(
+        local.graph,
+        precision=precision,
+        fused=fused,
+        fused_attention=fused_attention,
+        system=system,
+        float8=in_float8,
+    )
     positions = np.array(local.positions)
     arrays: dict[str, Any] = {
         name: np.bincount(positions, getattr(here, name), minlength=len(whole)) for name in SUMMED
@@ -210,8 +235,19 @@ def work_scaled(share: Work, whole: Work, other: Work, times: float) -> Work:
     return replace(share, **arrays, exchanges=exchanges, tensors=share.tensors.scaled(times))
 
 
-def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, system: System | None) -> Work:
-    """The work of the nodes of ``graph``, which may be a local one; without its blocks and exchanges."""
+def _work(
+    graph: Graph,
+    *,
+    precision: str,
+    fused: bool,
+    fused_attention: bool,
+    system: System | None,
+    float8: Container[int],
+) -> Work:
+    """The work of the nodes of ``graph``, which may be a local one; without its blocks and exchanges.
+
+    ``float8`` has the positions at which a product of a weight takes operands of 8 bits.
+    """
     scale = scale_of(graph, precision)
     times = OWN if system is None else system.times
     eager = not (fused_attention or fused)
@@ -282,6 +318,16 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, s
             arrays["backward_products"][position] = 2 * arrays["products"][position]
             if graph.trained & set(node.state):
                 arrays["weight_flops"][position] = node.backward_flops / 2
+                if position in float8:
+                    arrays["float8_flops"][position] = node.flops
+                    cast = FLOAT8_CAST / ELEMENT_BYTES / scale
+                    arrays["moved"][position] += scale * cast * max(sizes[name] for name in node.reads)
+                    arrays["launches"][position] += FLOAT8_CAST_KERNELS
+                    backward += cast * made
+                    arrays["backward_launches"][position] += FLOAT8_CAST_KERNELS
+                    shapes = [graph.parameters[name].shape for name in node.state if name in graph.trained]
+                    weights = sum(prod(shape) for shape in shapes if len(shape) > 1)
+                    arrays["fixed"][position] += 2 * weights  # a copy and a transposed one, of a byte each
         if has_gradient:
             arrays["backward_moved"][position] = scale * backward
         else:

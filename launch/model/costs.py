@@ -23,7 +23,7 @@ from launch.model.graphs import PlanningModel
 from launch.model.measured_layers import measured_model, with_measured_update
 from launch.model.profile import find_profile
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.schema import UNFUSED
+from launch.recipe.schema import FLOAT8, UNFUSED
 from launch.recipe.settings import cluster, optimizer_settings, predicted_precision, predicted_system, training
 
 INTERPOLATED = (2, 4)  # samples; at 1 sample a model may have fewer operations than at other sizes
@@ -135,6 +135,7 @@ def _captured_subject(
     """``graph_of`` gives the Graph of a share at a number of samples, and ``divided_at`` the number from which the work
     of shares at other numbers is taken. ``precision`` replaces the one that the recipe predicts."""
     prediction = recipe.values.prediction
+    float8 = precision is None and prediction.precision == FLOAT8
     precision = precision or predicted_precision(recipe.values)
 
     def work(graph: Graph) -> Work:
@@ -145,6 +146,7 @@ def _captured_subject(
             fused=prediction.fused,
             fused_attention=fused_attention,
             system=predicted_system(recipe.values),
+            float8=float8,
         )
 
     @cache
@@ -156,6 +158,7 @@ def _captured_subject(
             fused=prediction.fused,
             fused_attention=fused_attention,
             system=predicted_system(recipe.values),
+            float8=float8,
         )
 
     def share_work(samples: int, share: Share) -> Work:

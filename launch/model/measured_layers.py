@@ -20,6 +20,7 @@ from auto3d.cost.work import Work
 from auto3d.search.planned_model import PlannedLayers
 from auto3d.words import counted
 from launch.recipe.load import LoadedRecipe
+from launch.recipe.schema import FLOAT8
 from launch.recipe.settings import predicted_precision
 from launch.recipe.shipped import RECIPES
 
@@ -32,8 +33,11 @@ DEVICE = "device"  # a column that passes of several kinds of devices have too
 def measured_model(recipe: LoadedRecipe) -> PlannedLayers:
     """The layers of ``model.layer_sizes`` with the times of ``model.layers``.
 
-    Raises RecipeError where the file is missing, or has other columns or another number of layers.
+    Raises RecipeError where the file is missing, or has other columns or another number of layers, and for float8.
     """
+    if recipe.values.prediction.precision == FLOAT8:
+        problem = f"found {FLOAT8!r}; the layers of model.layers are known in the precision of their measurement alone"
+        raise recipe.error("prediction.precision", problem)
     layers = _layers(recipe)
     rows = _rows(recipe)
     precision = predicted_precision(recipe.values)

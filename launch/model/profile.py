@@ -8,6 +8,7 @@ from auto3d.cost.profile import Profile, ProfileError, Setting
 from auto3d.search.axes import divisors_of
 from auto3d.share import Share
 from launch.recipe.load import LoadedRecipe
+from launch.recipe.schema import FLOAT8
 from launch.recipe.schema_key import AUTO
 from launch.recipe.settings import cluster
 
@@ -72,7 +73,12 @@ def find_profile(recipe: LoadedRecipe, fingerprint: Callable[[int], str]) -> tup
     model's Graph.
     """
     wanted = recipe.values.prediction.profile
-    if wanted == "none" or recipe.values.model.layers is not None:
+    float8 = recipe.values.prediction.precision == FLOAT8
+    if float8 and wanted not in (AUTO, "none"):
+        raise recipe.error(
+            "prediction.profile", f"found {wanted!r}, but no profile has times in {FLOAT8}; it takes none"
+        )
+    if float8 or wanted == "none" or recipe.values.model.layers is not None:
         return None
     if wanted == AUTO:
         with suppress(OSError, ProfileError):

@@ -63,6 +63,11 @@ class AcceleratorRecipe:
         None, "usual links from a node to the others, for clusters that give none; none: round figures"
     )
     peak_tflops: dict[str, float] = key({}, "peak speed of matrix products in TFLOP/s, by precision")
+    float8_tflops: float | None = key(
+        None,
+        "the same of products whose operands have 8 bits, for predictions in float8; none: it has no such units",
+        least=0.001,
+    )
     memory_gib: float | None = key(None, "memory that a process may fill, in GiB; none: unknown", least=0.001)
     memory_gb_per_s: float = key(700.0, "memory bandwidth, in GB/s", least=1e-6)
     matrix_efficiency: Any = key(

@@ -13,6 +13,7 @@ from launch.recipe.schema_key import AUTO, LARGEST_BATCH, LARGEST_INTEGER, LARGE
 from launch.recipe.search_schema import PlanRecipe, SearchRecipe
 
 PRECISIONS = ("float32", "bfloat16", "float16")
+FLOAT8 = "float8"  # products of the blocks' weights in e4m3 and e5m2, all else in bfloat16; no training runs in it
 UNFUSED = "unfused"
 EAGER_NORMS = "eager"
 TENSORBOARD, WANDB = "tensorboard", "wandb"
@@ -24,8 +25,9 @@ class PredictionRecipe:
     precision: str = key(
         AUTO,
         "precision of weights and activations; auto: training.precision; another than that describes another system, "
-        "and needs training.precision: float32",
-        choices=(AUTO, *PRECISIONS),
+        "and needs training.precision: float32; float8: bfloat16 with products of blocks in 8 bits, which "
+        "nothing runs",
+        choices=(AUTO, *PRECISIONS, FLOAT8),
     )
     sync_precision: str = key("float32", "precision of the gradient all-reduce", choices=PRECISIONS)
     fused: bool = key(False, "count consecutive elementwise operations as one kernel, as in Megatron-LM")

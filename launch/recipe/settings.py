@@ -18,7 +18,7 @@ from auto3d.search.planner_options import PlannerOptions
 from auto3d.search.space import SearchSpace
 from launch.recipe.cluster_schema import AcceleratorRecipe, CollectivesRecipe, LinkRecipe
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.schema import EAGER_NORMS, SCATTERED, UNFUSED, Recipe
+from launch.recipe.schema import EAGER_NORMS, FLOAT8, SCATTERED, UNFUSED, Recipe
 from launch.recipe.schema_key import AUTO
 from launch.recipe.search_schema import LINEAR
 
@@ -113,8 +113,15 @@ def _bus(recipe: LoadedRecipe, where: str, values: CollectivesRecipe) -> BusBand
 
 def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: str) -> Accelerator:
     if name is None:
+        if recipe.values.prediction.precision == FLOAT8:
+            raise recipe.error(
+                "prediction.precision", f"found {FLOAT8!r}, but {where} is null; it takes an accelerator"
+            )
         return Accelerator()
     file, values = recipe.accelerator(where, name)
+    float8 = values.float8_tflops
+    if float8 is None and recipe.values.prediction.precision == FLOAT8:
+        raise recipe.error("prediction.precision", f"found {FLOAT8!r}; {file} has no float8_tflops")
     if precision not in values.peak_tflops:
         known = ", ".join(values.peak_tflops) or "none"
         name = "training" if recipe.values.prediction.precision == AUTO else "prediction"
@@ -124,6 +131,7 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: 
     found = Accelerator(
         name=file.stem,
         peak_flops=values.peak_tflops[precision] * 1e12,
+        float8_flops=None if float8 is None else float8 * 1e12,
         memory_bandwidth=values.memory_gb_per_s * 1e9,
         memory_bytes=None if values.memory_gib is None else values.memory_gib * 2**30,
         matrix_efficiency=_in_precision(values.matrix_efficiency, precision),
@@ -153,7 +161,9 @@ def _in_precision(value: float | dict[str, float], precision: str) -> float:
 
 
 def predicted_precision(recipe: Recipe) -> str:
-    """The precision that times and memory are predicted for."""
+    """The precision that times and memory are predicted for; bfloat16 for float8, in which only some products are."""
+    if recipe.prediction.precision == FLOAT8:
+        return "bfloat16"
     return recipe.training.precision if recipe.prediction.precision == AUTO else recipe.prediction.precision
 
 
