@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 LINE_BYTES = 512
+_LINE = struct.Struct(f"d{LINE_BYTES - 8}s")  # seconds, and text that is cut, or filled with zeros
 BEFORE_TRAINING = "before its first iteration"
 
 
@@ -33,13 +34,12 @@ class ActivityBoard:
             self.write(rank, BEFORE_TRAINING, "")
 
     def write(self, rank: int, phase: str, waiting_for: str) -> None:
-        text = f"{phase}\n{waiting_for}".encode()[: LINE_BYTES - 9]
-        line = struct.pack("d", monotonic()) + text + b"\0"
-        begin = rank * LINE_BYTES
-        self._memory[begin : begin + len(line)] = line
+        # A copy of the whole line: pack_into would first fill it with zeros, which the parent may read.
+        line = _LINE.pack(monotonic(), f"{phase}\n{waiting_for}".encode())
+        self._memory[rank * LINE_BYTES : (rank + 1) * LINE_BYTES] = line
 
     def read(self, rank: int) -> Activity:
-        since, text = struct.unpack_from(f"d{LINE_BYTES - 8}s", self._memory, rank * LINE_BYTES)
+        since, text = _LINE.unpack_from(self._memory, rank * LINE_BYTES)
         phase, _, waiting_for = text.partition(b"\0")[0].decode(errors="replace").partition("\n")
         return Activity(phase, waiting_for, since)
 
