@@ -72,12 +72,14 @@ def test_sequence_parallelism_and_halves_are_refused():
             make_plan("gpt2", dp=1, tp=2, pp=2, schedule="seq1f1b", **choices)  # it derives the programs of the plan
 
 
-def test_replicas_are_refused():
-    plan = sliced_plan()
+def test_replicas_have_the_slices_of_their_samples():
+    plan = sliced_plan(micro_batch_size=4)
     stages = tuple(replace(stage, replicas=2) for stage in plan.stages)
     twice = replace(plan, stages=stages, placement=((0, 1), (2, 3)))
-    with pytest.raises(PlanError, match="slices of the sequence and replicas of single stages do not go together"):
-        check_plan(captured("gpt2", 2), twice, SETTINGS)
+    check_plan(captured("gpt2", 4), twice, SETTINGS)
+    layouts = [lay_out_rank(lay_out_plan(captured("gpt2", 4), each, SETTINGS), 1) for each in (plan, twice)]
+    shapes = [[one.received[0].value.shape for _, one in layout.stages_of_slices] for layout in layouts]
+    assert shapes == [[(4, 8, 32)] * 4, [(2, 8, 32)] * 4]
 
 
 def test_a_cut_between_a_mask_and_its_attention_is_no_cut():

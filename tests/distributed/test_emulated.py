@@ -215,7 +215,7 @@ def six_processes():
         ("gpipe", [1, 3], 1, {"recompute": "full"}),
         ("1f1b", [3, 2], 1, {}),
         *soak(("1f1b", [1, 3, 2], 1, {}), ("1f1b", [2, 1], 2, {}), ("interleaved-1f1b", [2, 3], 1, {})),
-        *soak(("zb-h1", [2, 1, 2], 1, {})),
+        *soak(("zb-h1", [2, 1, 2], 1, {}), ("seq1f1b", [1, 3], 1, {"slices": 2, "recompute": "full"})),
     ],
 )
 def test_uneven_replicas_take_the_times_of_the_simulator(six_processes, schedule, replicas, dp, options, send_s):

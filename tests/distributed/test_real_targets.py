@@ -248,10 +248,12 @@ def test_a_count_comes_from_a_stage_before_the_last():
     assert not first.has_loss
 
 
-@pytest.mark.parametrize("replicas", [[2, 1], *soak([1, 2])], ids=str)
-def test_replicas_count_their_slices(processes, replicas):
-    plan, data = test_uneven.make_plan("gpt2", replicas, micro_batch_size=4, micro_batches=3), uneven("gpt2")
-    ranks = processes.run(plan.ranks, run_rank, "gpt2", plan, data, SGD)
+@pytest.mark.parametrize(
+    ("replicas", "schedule"), [([2, 1], "1f1b"), ([1, 2], "seq1f1b"), *soak(([1, 2], "1f1b"))], ids=str
+)
+def test_replicas_count_their_slices(processes, replicas, schedule):
+    plan = test_uneven.make_plan("gpt2", replicas, micro_batch_size=4, micro_batches=3, schedule=schedule)
+    ranks = processes.run(plan.ranks, run_rank, "gpt2", plan, uneven("gpt2"), SGD)
     assert_equal(ranks, reference("gpt2", plan, SGD))
 
 
