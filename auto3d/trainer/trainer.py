@@ -181,6 +181,8 @@ class Trainer(transformers.Trainer):
             )
         if self.train_dataset is None:
             raise InputError("Trainer.train: there is no train_dataset; give Trainer(train_dataset=)")
+        if hasattr(self.train_dataset, "__len__") and not len(self.train_dataset):
+            raise InputError("train_dataset: it has no samples; look at what selects or filters them")
         check_callbacks(self.callback_handler.callbacks)
         check_attributes(self, self._made_with)
         self._pipeline.check_batch()
@@ -475,7 +477,9 @@ class Trainer(transformers.Trainer):
             self._pipeline.follow(self.optimizer)
             if isinstance(self._order, Stream):
                 self._order.forget(self.state.global_step)
-            _, result = next(self._iterations)
+            # Stages on a CPU seed torch's own generator; what the script draws from it, such as an order, goes on.
+            with torch.random.fork_rng(devices=(), enabled=args.device.type == "cpu"):
+                _, result = next(self._iterations)
             self._pipeline.trained()
             self._add_loss(result.loss)
             self.current_flos += self._flos_of_sample * len(self._order.of(self.state.global_step))
@@ -573,6 +577,11 @@ class Trainer(transformers.Trainer):
     # The pipeline
 
     def _train_data(self, loader: Any, max_steps: int) -> CollatedData:
+        if max_steps < 1:
+            raise InputError(
+                f"TrainingArguments: with num_train_epochs={self.args.num_train_epochs:g} and max_steps="
+                f"{self.args.max_steps} there is no step to train; give more, or leave out train()"
+            )
         missing = 0
         if not isinstance(self._order, Stream):
             samples, global_batch = samples_of(loader.batch_sampler), self._pipeline.batch.global_batch

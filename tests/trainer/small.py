@@ -220,6 +220,11 @@ FAULTS = {  # code that makes the trainer, and words of its error
         lambda: trainer(data=PartOfStream()),
         "train_dataset: ranks 0 and 1 have other samples at the same positions",
     ),
+    "a training without samples": (lambda: trainer(data=[]), "train_dataset: it has no samples"),
+    "a training without steps": (
+        lambda: trainer(num_train_epochs=0, max_steps=-1),
+        "TrainingArguments: with num_train_epochs=0 and max_steps=-1 there is no step to train",
+    ),
     "another sample of one rank in the middle": (
         lambda: trainer(data=with_labels(faulty(rows(8), 5, [5 + int(os.environ["RANK"])] * 16))),
         "iteration 2: ranks 0 and 1 have read different data for sample 3 of the global batch",

@@ -665,6 +665,33 @@ def test_the_end_is_refused_in_mid_training_and_closes_the_connections_after_it(
         )
 
 
+def trained_again(world, folder, port):
+    """The losses of two trainings of one Trainer with other data, and what the script draws after each."""
+    begin(world, folder, port)
+    torch.manual_seed(0)
+    model = small.gpt2()
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.1  # its stages draw
+    made = small.trainer(model)
+    torch.manual_seed(7)
+    made.train()
+    drawn = [torch.rand(1).item()]
+    made.train_dataset = small.with_labels(small.rows(24)[::-1])
+    made.train()
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry], [*drawn, torch.rand(1).item()]
+
+
+def test_what_stages_draw_leaves_the_scripts_generator_alone(processes, tmp_path):
+    """The order of a second training follows from torch's seed, as in one process."""
+    (tmp_path / "one").mkdir()
+    ((losses_of_one, drawn_by_one),) = processes.run(1, trained_again, tmp_path / "one", None)
+    (tmp_path / "two").mkdir()
+    for found, drawn in processes.run(2, trained_again, tmp_path / "two", free_port()):
+        assert found == pytest.approx(losses_of_one, rel=1e-4)
+        assert drawn == drawn_by_one
+
+
 def lines_of_faults(world, folder, port, names):
     begin(world, folder, port)
     lines = {}
