@@ -81,12 +81,12 @@ def use_fast_calls(module: fx.GraphModule) -> fx.GraphModule:
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply`` without what that does for functorch, which takes as long as the rest."""
-    return super(torch.autograd.Function, function).apply
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]  # of torch's C
 
 
 def drops_nothing(node: fx.Node) -> bool:
     """Whether ``node`` is a dropout that returns its argument."""
-    return node.target is aten.dropout.default and (node.args[1] == 0 or not node.args[2])
+    return node.target is aten.dropout.default and bool(node.args[1] == 0 or not node.args[2])
 
 
 def _changes_type(node: fx.Node) -> bool:

@@ -37,6 +37,7 @@ from tests.models import gpt2
 from tests.targets import end
 
 CPU = torch.device("cpu")
+SLACK = 1.5  # times a wish that is held: two sittings differ by a fifth where other processes run
 FEWER, MORE = 2, 10  # layers
 SAMPLES, SEQUENCE, WIDTH, VOCABULARY = 2, 4, 8, 16
 TOKENS = replace(LONGER, sequence_length=SEQUENCE, vocabulary_size=VOCABULARY)
@@ -46,10 +47,10 @@ WARM_UP, REPETITIONS = 3, 25
 
 @dataclass(frozen=True)
 class Case:
-    """What the program of a stage runs with; ``wish`` is the part of eager's host time that it may take."""
+    """What the program of a stage runs with; ``wish`` is the part of eager's host time that it should take."""
 
     name: str
-    wish: float
+    wish: float | None
     precision: str = "float32"
     share: Share = WHOLE
     recompute: bool = False
@@ -65,10 +66,10 @@ CASES = [
     Case("bfloat16, tp 2, sequence parallel", 1.1, "bfloat16", Share(tp=2, sequence_parallel=True)),
 ]
 OTHERS = [
-    Case("float32, recompute", 1.3, recompute=True),
-    Case("bfloat16, recompute", 1.3, "bfloat16", recompute=True),
-    Case("float32, split backward", 1.3, split_backward=True),
-    Case("bfloat16, split backward", 1.3, "bfloat16", split_backward=True),
+    Case("float32, recompute", None, recompute=True),
+    Case("bfloat16, recompute", None, "bfloat16", recompute=True),
+    Case("float32, split backward", None, split_backward=True),
+    Case("bfloat16, split backward", None, "bfloat16", split_backward=True),
 ]
 
 
@@ -219,8 +220,10 @@ def main(names: list[str]) -> None:
         counted = [per_layer(case, of) for of in (eager, ours)]
         shown = [" / ".join(str(each[name]) for each in counted) for name in counted[0]]
         rows.append((case.name, eager_us, ours_us, ours_us / eager_us, *shown))
-        what = f"host time of a layer beside eager, {case.name}"
-        targets.append(Target(what=what, found=ours_us / eager_us, wish=case.wish, held=None, unit=" ×"))
+        if case.wish is not None:
+            what = f"host time of a layer beside eager, {case.name}"
+            ratio = ours_us / eager_us
+            targets.append(Target(what=what, found=ratio, wish=case.wish, held=SLACK * case.wish, unit=" ×"))
     columns = ("case", "eager µs", "program µs", "ratio", *(f"{name}, eager / program" for name in counted[0]))
     print(tabulate(rows, columns, floatfmt=("", ".0f", ".0f", ".2f"), tablefmt="github"))
     print("load of the machine:", os.getloadavg())
