@@ -193,10 +193,10 @@ def cut(graph: Graph, stages: Sequence[StagePlan], *, read_once: bool = False) -
 
     built = tuple(build(index) for index in range(len(stages)))
     for buffer in sorted(graph.written_buffers):
-        users = [stage.index for stage in built if buffer in stage.state]
-        if len(users) > 1:
+        holders = [stage.index for stage in built if buffer in stage.state]
+        if len(holders) > 1:
             raise PlanError(
-                f"stages: {', '.join(map(str, users))} all use the buffer {buffer}, which the model writes to; "
+                f"stages: {', '.join(map(str, holders))} all use the buffer {buffer}, which the model writes to; "
                 "one stage must hold all operations that use it"
             )
     return built
