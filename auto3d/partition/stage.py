@@ -164,9 +164,9 @@ def cut(graph: Graph, stages: Sequence[StagePlan], *, read_once: bool = False) -
                         later = stage_of[maker]
                         raise PlanError(f"stages: stage {index} uses {name}, which the later stage {later} makes")
 
-    for name, users in input_users(graph).items() if read_once else ():
+    for name, needed_at in input_users(graph).items() if read_once else ():
         for index, positions in enumerate(needed):
-            if index > 0 and not users.isdisjoint(positions):
+            if index > 0 and not needed_at.isdisjoint(positions):
                 received[index][name] = 0
     inputs = {name: replace(value, differentiable=False) for name, value in graph.inputs.items()}
     place = {name: number - len(inputs) for number, name in enumerate(inputs)} | graph.producer
