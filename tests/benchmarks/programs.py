@@ -42,7 +42,7 @@ FEWER, MORE = 2, 10  # layers
 SAMPLES, SEQUENCE, WIDTH, VOCABULARY = 2, 4, 8, 16
 TOKENS = replace(LONGER, sequence_length=SEQUENCE, vocabulary_size=VOCABULARY)
 MICRO_BATCHES = 2
-WARM_UP, REPETITIONS = 3, 25
+WARM_UP, REPETITIONS = 3, 20
 
 
 @dataclass(frozen=True)
