@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from auto3d.plan import Plan as Plan
     from auto3d.plan import StagePlan as StagePlan
     from auto3d.planner import Planner as Planner
-    from auto3d.runtime.joined import joined_world as joined_world
+    from auto3d.runtime.process.joined import joined_world as joined_world
+    from auto3d.runtime.process.world import World as World
     from auto3d.runtime.settings import OptimizerSettings as OptimizerSettings
     from auto3d.runtime.settings import TrainingSettings as TrainingSettings
     from auto3d.runtime.training import train as train
-    from auto3d.runtime.world import World as World
     from auto3d.schedule import build_schedule as build_schedule
     from auto3d.schedule import schedule_of as schedule_of
     from auto3d.schedule.check import check as check_schedule
@@ -72,12 +72,12 @@ _PLACES = {  # public name -> the module that defines it, and its name there whe
     "Trainer": "auto3d.trainer.trainer",
     "TrainingArguments": "auto3d.trainer.arguments",
     "TrainingSettings": "auto3d.runtime.settings",
-    "World": "auto3d.runtime.world",
+    "World": "auto3d.runtime.process.world",
     "build_schedule": "auto3d.schedule",
     "capture_module": "auto3d.capture.model:capture",
     "check_schedule": "auto3d.schedule.check:check",
     "init": "auto3d.trainer.setup",
-    "joined_world": "auto3d.runtime.joined",
+    "joined_world": "auto3d.runtime.process.joined",
     "partition_graph": "auto3d.partition:partition",
     "schedule_of": "auto3d.schedule",
     "shard": "auto3d.partition.merak",

@@ -45,7 +45,7 @@ class LanguageModel(nn.Module):
 
 
 def initial_value(name: str, shape: torch.Size) -> nn.Parameter:
-    """A parameter's first values, which follow from its name. In full: auto3d/runtime/materialize.py."""
+    """A parameter's first values, which follow from its name. In full: auto3d/runtime/weights/materialize.py."""
     if len(shape) == 1:
         return nn.Parameter(torch.full(shape, float(name.endswith("weight"))))  # weights of norms are 1, biases 0
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from auto3d.capture.model import CapturedModel
 from auto3d.data import DataSettings
 from auto3d.plan import Plan
+from auto3d.runtime.process.world import World, join, leave
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
-from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import schedule_of
 from auto3d.schedule.operation import Operation
 

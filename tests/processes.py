@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Literal
 
-from auto3d.runtime.world import World, leave
+from auto3d.runtime.process.world import World, leave
 from launch.run.ranks import die_with_parent
 from tests.models import num_captures
 

@@ -7,19 +7,19 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from auto3d.runtime.build_stage import build_stage
-from auto3d.runtime.earlier_slices import programs_of_slices
-from auto3d.runtime.exchange import Exchange
-from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.layout import RankLayout
 from auto3d.runtime.loss_scale import LossScale
-from auto3d.runtime.materialize import materialize
+from auto3d.runtime.messages.exchange import Exchange
+from auto3d.runtime.messages.gradient_sync import GradientSync
+from auto3d.runtime.messages.tensor_group import TensorGroup, TensorParallelRank
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.stage import StageModule
-from auto3d.runtime.stage_program import ProgramOfStage
-from auto3d.runtime.tensor_group import TensorGroup, TensorParallelRank
+from auto3d.runtime.stage.build import build_stage
+from auto3d.runtime.stage.earlier_slices import programs_of_slices
+from auto3d.runtime.stage.module import StageModule
+from auto3d.runtime.stage.program import ProgramOfStage
+from auto3d.runtime.weights.materialize import materialize
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import PipeStage, Program
 

@@ -13,22 +13,22 @@ from time import perf_counter
 
 import torch
 
-from auto3d.runtime.batch_targets import BatchTargets
-from auto3d.runtime.exchange import Exchange
-from auto3d.runtime.gradient_sync import GradientSync
-from auto3d.runtime.incomplete_batch import IncompleteBatch, IncompleteBatches
-from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.loss_scale import LossScale
-from auto3d.runtime.observer import StepObserver
-from auto3d.runtime.optimizer import Optimizers
-from auto3d.runtime.optimizer_class import averages, use_weights
-from auto3d.runtime.optimizer_state import note_weights
+from auto3d.runtime.messages.exchange import Exchange
+from auto3d.runtime.messages.gradient_sync import GradientSync
+from auto3d.runtime.messages.totals import Total, Totals
+from auto3d.runtime.optimizer.build import Optimizers
+from auto3d.runtime.optimizer.classes import averages, use_weights
+from auto3d.runtime.optimizer.state import note_weights
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.sizes import ShorterSamples, SizedStages
-from auto3d.runtime.stage import StageModule
-from auto3d.runtime.totals import Total, Totals
+from auto3d.runtime.samples.batch_targets import BatchTargets
+from auto3d.runtime.samples.incomplete_batch import IncompleteBatch, IncompleteBatches
+from auto3d.runtime.samples.inputs import MicroBatchInputs
+from auto3d.runtime.samples.sizes import ShorterSamples, SizedStages
+from auto3d.runtime.stage.module import StageModule
+from auto3d.runtime.watch.observer import StepObserver
 from auto3d.schedule.operation import Kind, Operation
 from auto3d.schedule.program import Communication, GradientSum, LossSum, Message, PipeStage, Program, Step, without
 

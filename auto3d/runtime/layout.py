@@ -19,9 +19,9 @@ from auto3d.errors import InputError
 from auto3d.mesh import PIPELINE, REPLICA, TENSOR
 from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import AUTO3D, Plan, PlanError, StagePlan
-from auto3d.runtime.gradient_sync import Holders, holders
-from auto3d.runtime.optimizer_checks import check_optimizer, exempt_names
-from auto3d.runtime.parameter_groups import UpdateRules, update_rules
+from auto3d.runtime.messages.gradient_sync import Holders, holders
+from auto3d.runtime.optimizer.checks import check_optimizer, exempt_names
+from auto3d.runtime.optimizer.parameter_groups import UpdateRules, update_rules
 from auto3d.runtime.replicas import rank_program, replicas_of_devices, resplit_dimensions
 from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of

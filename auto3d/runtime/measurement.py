@@ -58,7 +58,7 @@ class Environment:
         """
         import torch  # takes seconds, and reading measurements does not need it
 
-        from auto3d.runtime.arithmetic import uses_tf32
+        from auto3d.runtime.process.arithmetic import uses_tf32
 
         name = torch.cuda.get_device_name() if device == "cuda" else f"cpu ({platform.machine()})"
         return Environment(

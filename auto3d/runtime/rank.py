@@ -23,36 +23,36 @@ from auto3d.derived.local_graph import local_graphs
 from auto3d.plan import Plan
 from auto3d.runtime.agreement import check_agreement, check_same_plan
 from auto3d.runtime.backend import Backend, RealBackend, trained_parameters
-from auto3d.runtime.batch_targets import BatchTargets, check_loss, check_statistics, targets_vary
-from auto3d.runtime.clock_offset import seconds_ahead
-from auto3d.runtime.device_clock import DeviceClock
-from auto3d.runtime.emulated import EmulatedBackend
-from auto3d.runtime.exchange import Exchange
+from auto3d.runtime.checkpoint.state_part import StatePart
+from auto3d.runtime.emulated.backend import EmulatedBackend
+from auto3d.runtime.emulated.device_clock import DeviceClock
 from auto3d.runtime.executor import Executor, Peers
-from auto3d.runtime.gradient_sync import GradientSync
-from auto3d.runtime.incomplete_batch import IncompleteBatches
-from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.layout import PlanLayout, RankLayout, lay_out_plan, lay_out_rank
-from auto3d.runtime.loading import ComparedMicroBatch
 from auto3d.runtime.loss_scale import LossScale
-from auto3d.runtime.optimizer import Optimizers, build_optimizers, learning_rate_of
-from auto3d.runtime.optimizer_class import traits_of
-from auto3d.runtime.optimizer_memory import memory_options
-from auto3d.runtime.optimizer_state import make_state, make_state_to_load, state_tensors
+from auto3d.runtime.messages.exchange import Exchange
+from auto3d.runtime.messages.gradient_sync import GradientSync
+from auto3d.runtime.messages.tensor_group import ProcessTensorGroup
+from auto3d.runtime.messages.totals import Totals
+from auto3d.runtime.optimizer.build import Optimizers, build_optimizers, learning_rate_of
+from auto3d.runtime.optimizer.classes import traits_of
+from auto3d.runtime.optimizer.memory import memory_options
+from auto3d.runtime.optimizer.stand_ins import AllParameters
+from auto3d.runtime.optimizer.state import make_state, make_state_to_load, state_tensors
 from auto3d.runtime.out_of_memory import MemoryWatch
+from auto3d.runtime.process.world import World, connect, new_group
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import capture_slices, rank_program
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.same_samples import Readers, SameSamples
+from auto3d.runtime.samples.batch_targets import BatchTargets, check_loss, check_statistics, targets_vary
+from auto3d.runtime.samples.incomplete_batch import IncompleteBatches
+from auto3d.runtime.samples.inputs import MicroBatchInputs
+from auto3d.runtime.samples.loading import ComparedMicroBatch
+from auto3d.runtime.samples.same_samples import Readers, SameSamples
+from auto3d.runtime.samples.sizes import ShorterSamples, SizedStages, lay_out_sized
 from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
-from auto3d.runtime.sizes import ShorterSamples, SizedStages, lay_out_sized
-from auto3d.runtime.stage import StageModule
-from auto3d.runtime.stand_ins import AllParameters
-from auto3d.runtime.state_part import StatePart
-from auto3d.runtime.tensor_group import ProcessTensorGroup
-from auto3d.runtime.totals import Totals
-from auto3d.runtime.weight_shard import WeightShard
-from auto3d.runtime.world import World, connect, new_group
+from auto3d.runtime.stage.module import StageModule
+from auto3d.runtime.watch.clock_offset import seconds_ahead
+from auto3d.runtime.weights.shard import WeightShard
 from auto3d.schedule import without_slices
 from auto3d.schedule.check import check
 from auto3d.schedule.lowering import lower
@@ -97,7 +97,7 @@ class Rank:
     predicted: DeviceMemory  # predicted bytes of this rank's pipeline device
     loss_scale: LossScale
     evaluations: dict[Hashable, Any] = field(default_factory=dict)
-    """What evaluations of the rank have made so far, by what they compute; see evaluation.py."""
+    """What evaluations of the rank have made so far, by what they compute; see evaluation/run.py."""
 
     def check_agreement(self, *, cause: str, device: torch.device, timeout_s: float) -> None:
         """Raise WeightsDifferError unless all ranks that hold a parameter or buffer hold the same bits of it.

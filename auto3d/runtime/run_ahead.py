@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from auto3d.runtime.activity import THIS_RANK
-from auto3d.runtime.observer import StepObserver
 from auto3d.runtime.waiting import poll, wait
+from auto3d.runtime.watch.observer import StepObserver
 
 OPERATIONS_AHEAD = 2  # operations queued behind the running one: enough to hide the time that queueing takes
 

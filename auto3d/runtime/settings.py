@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from auto3d.runtime.emulation import Emulation
+from auto3d.runtime.emulated.settings import Emulation
 
 MUON = "muon"
 OPTIMIZERS = ("adamw", "sgd", "adafactor", MUON)  # beside them, any class by its import path

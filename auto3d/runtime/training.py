@@ -13,8 +13,7 @@ from auto3d.capture.model import CapturedModel
 from auto3d.data import TrainingData
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.activity import THIS_RANK
-from auto3d.runtime.arithmetic import set_arithmetic
-from auto3d.runtime.checkpoint import (
+from auto3d.runtime.checkpoint.format import (
     Checkpoint,
     CheckpointError,
     Checkpoints,
@@ -23,20 +22,21 @@ from auto3d.runtime.checkpoint import (
     learnt_by,
     newest,
 )
-from auto3d.runtime.checkpoint_read import CheckpointReader
-from auto3d.runtime.checkpoint_write import CheckpointWriter
+from auto3d.runtime.checkpoint.reading import CheckpointReader
+from auto3d.runtime.checkpoint.writing import CheckpointWriter
 from auto3d.runtime.executor import IterationResult
-from auto3d.runtime.gathered import of_all_ranks
 from auto3d.runtime.measurement import BYTES
-from auto3d.runtime.optimizer import advance
-from auto3d.runtime.optimizer_class import check_resumes
+from auto3d.runtime.messages.gathered import of_all_ranks
+from auto3d.runtime.optimizer.build import advance
+from auto3d.runtime.optimizer.classes import check_resumes
 from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory, out_of_memory_line
-from auto3d.runtime.peak_memory import PeakBytes, PeakMemory
+from auto3d.runtime.process.arithmetic import set_arithmetic
+from auto3d.runtime.process.world import World, join
 from auto3d.runtime.rank import Rank, build_rank
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.waiting import waiting_for
-from auto3d.runtime.watch import TraceRequest, Watch, Watched
-from auto3d.runtime.world import World, join
+from auto3d.runtime.watch.of_rank import TraceRequest, Watch, Watched
+from auto3d.runtime.watch.peak_memory import PeakBytes, PeakMemory
 from auto3d.schedule.program import Program
 
 

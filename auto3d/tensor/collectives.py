@@ -1,7 +1,7 @@
 """The operators that a tensor-parallel program has besides the model's.
 
 Here they are declared with their shapes and with what autograd keeps of them, so that a program can be described on
-meta tensors. On real tensors they fail: a rank runs them through its process group (runtime/tensor_group.py).
+meta tensors. On real tensors they fail: a rank runs them through its process group (runtime/messages/tensor_group.py).
 
 A conversion changes the placement of a value, and in the backward the placement of its gradient:
 

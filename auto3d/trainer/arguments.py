@@ -13,9 +13,9 @@ import transformers
 from accelerate.state import AcceleratorState, PartialState
 from transformers.training_args import ParallelMode
 
+from auto3d.runtime.process.world import join
 from auto3d.runtime.settings import LOSS_MEANS
 from auto3d.runtime.waiting import waiting_for
-from auto3d.runtime.world import join
 from auto3d.trainer.setup import setup
 
 # accelerate takes a process for one of several if the environment has any of these.

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from transformers.trainer_callback import CallbackHandler
 
 from auto3d.errors import InputError
-from auto3d.runtime.gathered import of_all_ranks
+from auto3d.runtime.messages.gathered import of_all_ranks
 from auto3d.trainer.gather import hash_of
 from auto3d.trainer.instance import traits_of
 from auto3d.trainer.looks import OF_MODEL, may_look

@@ -12,7 +12,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
 from auto3d.errors import InputError
-from auto3d.runtime.evaluation import EvaluationResult, evaluate, prepare_evaluation
+from auto3d.runtime.evaluation.run import EvaluationResult, evaluate, prepare_evaluation
 from auto3d.runtime.settings import SUMMED_ITEMS
 from auto3d.runtime.training import Training
 from auto3d.schedule import samples_at_once

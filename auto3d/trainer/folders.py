@@ -11,9 +11,9 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from auto3d.errors import InputError
-from auto3d.runtime.checkpoint import Checkpoints, checkpoint_folder, learnt_by, newest
-from auto3d.runtime.checkpoint_read import CheckpointReader
-from auto3d.runtime.checkpoint_write import CheckpointWriter
+from auto3d.runtime.checkpoint.format import Checkpoints, checkpoint_folder, learnt_by, newest
+from auto3d.runtime.checkpoint.reading import CheckpointReader
+from auto3d.runtime.checkpoint.writing import CheckpointWriter
 from auto3d.runtime.training import Training
 from auto3d.trainer.gather import PREFIX
 from auto3d.trainer.pipeline import Pipeline

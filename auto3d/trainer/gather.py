@@ -11,11 +11,11 @@ from xxhash import xxh3_64_intdigest
 
 from auto3d.capture.shard import Shard
 from auto3d.errors import InputError
-from auto3d.runtime.checkpoint_read import CheckpointReader
-from auto3d.runtime.offload import updated_parameters
-from auto3d.runtime.optimizer_state import begins_with_zeros, state_tensors
+from auto3d.runtime.checkpoint.reading import CheckpointReader
+from auto3d.runtime.checkpoint.state_part import StatePart
+from auto3d.runtime.optimizer.offload import updated_parameters
+from auto3d.runtime.optimizer.state import begins_with_zeros, state_tensors
 from auto3d.runtime.rank import Rank
-from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.waiting import waiting_for
 from auto3d.trainer.rank_zero import first_and_more, tell
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from auto3d.cluster import Accelerator, Cluster, Node
 from auto3d.runtime.activity import THIS_RANK
-from auto3d.runtime.link_timing import ProfiledRanks, time_communication, time_messages
+from auto3d.runtime.process.world import World
+from auto3d.runtime.profile.link_timing import ProfiledRanks, time_communication, time_messages
 from auto3d.runtime.waiting import waiting_for
-from auto3d.runtime.world import World
 
 PRODUCT = {"cpu": 1024, "cuda": 8192}  # rows and columns of the timed product
 COPIED_BYTES = {"cpu": 2**26, "cuda": 2**30}  # size of the timed copy

@@ -17,7 +17,7 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 from auto3d.errors import InputError
-from auto3d.runtime.optimizer_class import (
+from auto3d.runtime.optimizer.classes import (
     attributes_of,
     averages,
     check_closure,

@@ -11,10 +11,10 @@ from auto3d.capture.export import InputSpec
 from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan
-from auto3d.runtime.checkpoint import Checkpoints, checkpoint_folder
-from auto3d.runtime.optimizer_class import averages
+from auto3d.runtime.checkpoint.format import Checkpoints, checkpoint_folder
+from auto3d.runtime.checkpoint.state_part import StatePart
+from auto3d.runtime.optimizer.classes import averages
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
-from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.training import Training
 from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.gather import (

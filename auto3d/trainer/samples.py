@@ -26,10 +26,10 @@ from auto3d.data.fingerprint import fingerprints
 from auto3d.data.interface import IGNORED, Incomplete, Lengths, Reading
 from auto3d.errors import InputError
 from auto3d.plan import Plan
-from auto3d.runtime.batch_targets import check_filled, check_statistics
-from auto3d.runtime.incomplete_batch import why_not
+from auto3d.runtime.samples.batch_targets import check_filled, check_statistics
+from auto3d.runtime.samples.incomplete_batch import why_not
+from auto3d.runtime.samples.sizes import why_not_sized
 from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
-from auto3d.runtime.sizes import why_not_sized
 from auto3d.trainer.item_fingerprint import item_fingerprints
 from auto3d.trainer.padding import Padding
 from auto3d.trainer.stream import Stream, numbers_in

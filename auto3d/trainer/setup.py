@@ -20,9 +20,9 @@ import torch.distributed as dist
 from auto3d.cluster import Cluster
 from auto3d.errors import InputError
 from auto3d.plan import Plan
-from auto3d.runtime.joined import joined_world
+from auto3d.runtime.process.joined import joined_world
+from auto3d.runtime.process.world import World, leave_or_end, meet
 from auto3d.runtime.waiting import PeerLostError
-from auto3d.runtime.world import World, leave_or_end, meet
 from auto3d.schedule import SCHEDULES, parse_schedule
 from auto3d.search.axes import Candidate
 from auto3d.search.space import SearchSpace

@@ -24,10 +24,10 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from auto3d.capture.export import InputSpec
 from auto3d.errors import InputError
 from auto3d.plan import Plan
-from auto3d.runtime.checkpoint import Checkpoints
+from auto3d.runtime.checkpoint.format import Checkpoints
 from auto3d.runtime.executor import IterationResult
-from auto3d.runtime.gathered import of_all_ranks
-from auto3d.runtime.optimizer_class import averages, check_resumes
+from auto3d.runtime.messages.gathered import of_all_ranks
+from auto3d.runtime.optimizer.classes import averages, check_resumes
 from auto3d.runtime.settings import SUMMED_ITEMS
 from auto3d.runtime.training import Training, naming_this_rank
 from auto3d.runtime.waiting import waiting_for

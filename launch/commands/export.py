@@ -25,7 +25,7 @@ def export(recipe: str, out: Path, overrides: tuple[str, ...], checkpoint: Path 
     loaded = load(recipe, overrides)
     # These import torch, which takes seconds: a refused recipe is quick without it.
     from auto3d.errors import InputError
-    from auto3d.runtime.checkpoint import checkpoint_folder, newest
+    from auto3d.runtime.checkpoint.format import checkpoint_folder, newest
     from launch.model.export import export as write
     from launch.store.trials import checkpoints_of
 

@@ -66,7 +66,7 @@ def train_on(
     if loaded.values.training.trace:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no lines of torch.profiler, which reads it when it is loaded
     # These import torch, which takes seconds: --help and a refused recipe are quick without it.
-    from auto3d.runtime.joined import joined_world
+    from auto3d.runtime.process.joined import joined_world
     from launch.drivers.planned_training import plan_training
     from launch.drivers.train import run_as_job, run_training
     from launch.watch.outlets import check_outlets

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from tabulate import tabulate
 
 from auto3d.plan import Plan
-from auto3d.runtime.merged_trace import ComparedOperations, compared, merged
-from auto3d.runtime.rank_trace import RankTrace
-from auto3d.runtime.watch import TracedIteration
+from auto3d.runtime.watch.merged_trace import ComparedOperations, compared, merged
+from auto3d.runtime.watch.of_rank import TracedIteration
+from auto3d.runtime.watch.rank_trace import RankTrace
 from auto3d.simulate.cells import WORDS
 from launch.model.predictions import predicted_timeline
 from launch.recipe.load import LoadedRecipe

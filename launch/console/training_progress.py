@@ -8,9 +8,9 @@ from time import monotonic
 from rich.console import Console
 
 from auto3d.plan import Plan
-from auto3d.runtime.metrics import Metrics
-from auto3d.runtime.slow_rank import SlowRank
-from auto3d.runtime.watch import TracedIteration
+from auto3d.runtime.watch.metrics import Metrics
+from auto3d.runtime.watch.of_rank import TracedIteration
+from auto3d.runtime.watch.slow_rank import SlowRank
 from launch.console.progress import bar
 from launch.console.traces import merge
 from launch.recipe.load import LoadedRecipe

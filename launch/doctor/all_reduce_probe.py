@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from auto3d.runtime.measurement import Status
+from auto3d.runtime.process.world import World, connect, join, new_group
 from auto3d.runtime.waiting import waiting_for
-from auto3d.runtime.world import World, connect, join, new_group
 from launch.run.ranks import NodeRanks, Report, run_ranks
 
 MEET_S = 60.0

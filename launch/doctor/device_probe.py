@@ -9,7 +9,7 @@ from typing import Any
 
 from auto3d.errors import InputError
 from auto3d.runtime.measurement import Status
-from auto3d.runtime.world import World
+from auto3d.runtime.process.world import World
 from auto3d.words import counted
 from launch.doctor.exchange_probe import CONNECTIONS, ExchangeResult, exchange
 from launch.doctor.link_probe import Links, measure_links

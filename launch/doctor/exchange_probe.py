@@ -22,19 +22,19 @@ from auto3d.cluster import place_ranks
 from auto3d.cost.memory.device import NOTHING
 from auto3d.data import Batches, DataSettings
 from auto3d.partition.stage import Stage, Transfer
-from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor, Peers
-from auto3d.runtime.gradient_sync import GradientSync, Holders
-from auto3d.runtime.inputs import MicroBatchInputs
+from auto3d.runtime.messages.exchange import Exchange
+from auto3d.runtime.messages.gradient_sync import GradientSync, Holders
+from auto3d.runtime.messages.totals import Totals
 from auto3d.runtime.out_of_memory import MemoryWatch
+from auto3d.runtime.process.world import World, connect, join, new_group
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.stage import Gradients, StageModule, Tensors
-from auto3d.runtime.target_counts import TargetCounts
-from auto3d.runtime.totals import Totals
+from auto3d.runtime.samples.inputs import MicroBatchInputs
+from auto3d.runtime.stage.module import Gradients, StageModule, Tensors
+from auto3d.runtime.stage.target_counts import TargetCounts
 from auto3d.runtime.waiting import waiting_for
-from auto3d.runtime.weight_versions import WeightVersions
-from auto3d.runtime.world import World, connect, join, new_group
+from auto3d.runtime.weights.versions import WeightVersions
 from auto3d.schedule import build_schedule
 from auto3d.schedule.lowering import lower
 from launch.doctor.link_probe import CorruptedError

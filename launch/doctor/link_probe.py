@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from auto3d.runtime.activity import THIS_RANK
+from auto3d.runtime.process.world import World, join, new_group
 from auto3d.runtime.waiting import poll, wait, waiting_for
-from auto3d.runtime.world import World, join, new_group
 
 SIZES = {"cpu": (2**16, 2**20, 2**24), "cuda": (2**16, 2**20, 2**24, 2**26)}  # bytes
 MEASURE_S = 0.1  # time to measure one size; a message that takes longer is measured once

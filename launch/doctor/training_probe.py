@@ -21,13 +21,13 @@ from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.executor import IterationResult
-from auto3d.runtime.optimizer import build_optimizer
-from auto3d.runtime.peak_memory import PeakMemory
+from auto3d.runtime.optimizer.build import build_optimizer
+from auto3d.runtime.process.world import World, join
 from auto3d.runtime.rank import Rank, build_rank
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
-from auto3d.runtime.verify import ABSOLUTE, RELATIVE
+from auto3d.runtime.verify.eager import ABSOLUTE, RELATIVE
 from auto3d.runtime.waiting import waiting_for
-from auto3d.runtime.world import World, join
+from auto3d.runtime.watch.peak_memory import PeakMemory
 
 ITERATIONS = 2
 MICRO_BATCHES = 4

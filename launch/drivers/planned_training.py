@@ -13,10 +13,10 @@ from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.layout import lay_out_plan
+from auto3d.runtime.process.world import World
 from auto3d.runtime.rank import check_plan
 from auto3d.runtime.settings import TrainingSettings
-from auto3d.runtime.spec import SPEC
-from auto3d.runtime.world import World
+from auto3d.runtime.verify.spec import SPEC
 from auto3d.schedule import samples_at_once
 from auto3d.schedule.order_text import NAME
 from auto3d.search.synthesized import is_sought
@@ -50,7 +50,7 @@ class PlannedTraining:
 
 
 def check_spec(recipe: LoadedRecipe, plan_file: str | None, console: Console) -> dict[str, list[str]]:
-    """What must hold in the programs of the training's plan -> the places that break it (``auto3d.runtime.spec``)."""
+    """What must hold in the training's programs -> the places that break it (``auto3d.runtime.verify.spec``)."""
     training = plan_training(recipe, plan_file, console)
     common = lay_out_plan(training.capture(), training.plan, training.settings)
     return {says: list(broken(common)) for says, broken in SPEC.items()}

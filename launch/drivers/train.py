@@ -13,12 +13,12 @@ from rich.console import Console
 
 from auto3d.errors import InputError
 from auto3d.plan import Plan
-from auto3d.runtime.checkpoint import check, checkpoint_folder, learnt_by, newest, read
+from auto3d.runtime.checkpoint.format import check, checkpoint_folder, learnt_by, newest, read
 from auto3d.runtime.measurement import BYTES, Measurement, Status
 from auto3d.runtime.out_of_memory import OutOfMemoryError
+from auto3d.runtime.process.world import World, leave_or_end
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.waiting import PeerLostError, naming_lost_peers
-from auto3d.runtime.world import World, leave_or_end
 from auto3d.search.axes import plan_name
 from launch.console.progress import at_work
 from launch.console.training_progress import watching

@@ -16,8 +16,8 @@ from rich.console import Console
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Status
-from auto3d.runtime.metrics import Metrics
-from auto3d.runtime.watch import TracedIteration
+from auto3d.runtime.watch.metrics import Metrics
+from auto3d.runtime.watch.of_rank import TracedIteration
 from launch.console.training_progress import watching
 from launch.executors.trial import TrainingRun, is_whole, measure
 from launch.recipe.load import LoadedRecipe, load

@@ -11,14 +11,14 @@ from auto3d.capture.model import CapturedModel
 from auto3d.cost.throughput import IterationFlops, flops_of_graph
 from auto3d.errors import InputError
 from auto3d.plan import AUTO3D, Plan
-from auto3d.runtime.checkpoint import Checkpoints
+from auto3d.runtime.checkpoint.format import Checkpoints
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import BYTES, CommunicationCalls, Environment, Measurement, Status
-from auto3d.runtime.metrics import Metrics, metrics_of
+from auto3d.runtime.process.world import World
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
-from auto3d.runtime.watch import TracedIteration, TraceRequest, Watched
-from auto3d.runtime.world import World
+from auto3d.runtime.watch.metrics import Metrics, metrics_of
+from auto3d.runtime.watch.of_rank import TracedIteration, TraceRequest, Watched
 from launch.console.records import measured_precision
 from launch.model.build import RankCaptures
 from launch.model.data import check_data_fits, training_data

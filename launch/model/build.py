@@ -18,8 +18,8 @@ from auto3d.capture.errors import CaptureError, error_line
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.garbage import garbage_collection_paused
 from auto3d.plan import Plan
+from auto3d.runtime.process.world import World
 from auto3d.runtime.replicas import capture_slices
-from auto3d.runtime.world import World
 from auto3d.schedule import samples_at_once
 from launch.model.architecture import architecture, unset_key
 from launch.model.stored_programs import store_program, stored_program

@@ -12,7 +12,7 @@ from auto3d.errors import InputError
 from auto3d.partition.methods import STAGE_METHODS
 from auto3d.partition.stage import cut
 from auto3d.plan import AUTO3D, Plan, PlanError
-from auto3d.runtime.parameter_groups import update_rules
+from auto3d.runtime.optimizer.parameter_groups import update_rules
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of, write_schedule
 from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.schedule.order_text import ORDER
@@ -114,7 +114,7 @@ def updates_check(recipe: LoadedRecipe, graph: Callable[[], Graph]) -> Callable[
     settings = optimizer_settings(recipe.values)
     if settings.updates_all_alike:
         return lambda plan: None
-    from auto3d.runtime.optimizer_checks import check_updates  # imports torch
+    from auto3d.runtime.optimizer.checks import check_updates  # imports torch
 
     rules = cache(lambda: update_rules(graph(), settings))
     return lambda plan: check_updates(graph(), plan, rules()) if plan.engine == AUTO3D else None

@@ -10,12 +10,12 @@ import torch
 from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan
-from auto3d.runtime.arithmetic import set_arithmetic
 from auto3d.runtime.measurement import Status
+from auto3d.runtime.process.arithmetic import set_arithmetic
 from auto3d.runtime.replicas import rank_program
-from auto3d.runtime.verify import check_against_eager
-from auto3d.runtime.verify_shards import check_shards
-from auto3d.runtime.verify_slices import check_slices
+from auto3d.runtime.verify.eager import check_against_eager
+from auto3d.runtime.verify.shards import check_shards
+from auto3d.runtime.verify.slices import check_slices
 from launch.model.build import captured_model
 from launch.model.data import training_data
 from launch.recipe.load import LoadedRecipe

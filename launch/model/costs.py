@@ -14,7 +14,7 @@ from auto3d.cost.work import Work, work_of, work_of_local, work_scaled
 from auto3d.derived.local_graph import LocalGraph
 from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding
-from auto3d.runtime.optimizer_memory import flops_of_parameters, memory_options, state_of_parameters
+from auto3d.runtime.optimizer.memory import flops_of_parameters, memory_options, state_of_parameters
 from auto3d.search.planned_model import PlannedGraphs, PlannedModel
 from auto3d.share import Share
 from auto3d.tensor_placement import Split

@@ -15,10 +15,10 @@ from torch import nn
 
 from auto3d.capture.skeleton import skeleton
 from auto3d.errors import InputError
-from auto3d.runtime.checkpoint import CheckpointError
-from auto3d.runtime.checkpoint_read import CheckpointReader
-from auto3d.runtime.materialize import materialize
-from auto3d.runtime.weights import INDEX, Weights
+from auto3d.runtime.checkpoint.format import CheckpointError
+from auto3d.runtime.checkpoint.reading import CheckpointReader
+from auto3d.runtime.weights.files import INDEX, Weights
+from auto3d.runtime.weights.materialize import materialize
 from launch.model.architecture import base_prefix
 from launch.model.build import build_function
 from launch.recipe.load import LoadedRecipe

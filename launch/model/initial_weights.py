@@ -3,7 +3,7 @@
 from difflib import get_close_matches
 
 from auto3d.capture.graph import Graph
-from auto3d.runtime.weights import Weights, WeightsError
+from auto3d.runtime.weights.files import Weights, WeightsError
 from launch.model.architecture import base_prefix
 from launch.recipe.load import LoadedRecipe
 

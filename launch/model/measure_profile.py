@@ -9,10 +9,10 @@ from auto3d.cost.profile import Profile, ProfileError
 from auto3d.derived.of_share import derived
 from auto3d.derived.planned_split import planned_split
 from auto3d.errors import InputError
-from auto3d.runtime.distinct_subgraphs import ModelSubgraphs, distinct_subgraphs
 from auto3d.runtime.measurement import Environment, Status
-from auto3d.runtime.profiler import MachineTimes, measure, num_reports
-from auto3d.runtime.world import World
+from auto3d.runtime.process.world import World
+from auto3d.runtime.profile.distinct_subgraphs import ModelSubgraphs, distinct_subgraphs
+from auto3d.runtime.profile.profiler import MachineTimes, measure, num_reports
 from launch.model.build import captured_model, use_device
 from launch.model.data import training_data
 from launch.model.graphs import PlanningModel

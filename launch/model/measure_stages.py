@@ -8,10 +8,10 @@ from auto3d.cost.profile import CandidateTimes, Profile, ProfileError
 from auto3d.partition.methods.rannc import candidate_blocks
 from auto3d.partition.methods.rannc.candidates import candidate_stages
 from auto3d.partition.stage import PartitionError
-from auto3d.runtime.distinct_subgraphs import distinct_stages
 from auto3d.runtime.measurement import Status
-from auto3d.runtime.profiler import STAGE_ROUNDS, NamedStages, measure_stages
-from auto3d.runtime.world import World
+from auto3d.runtime.process.world import World
+from auto3d.runtime.profile.distinct_subgraphs import distinct_stages
+from auto3d.runtime.profile.profiler import STAGE_ROUNDS, NamedStages, measure_stages
 from launch.model.build import captured_model, use_device
 from launch.model.data import training_data
 from launch.model.graphs import PlanningModel, default_micro_batch_size

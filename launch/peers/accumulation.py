@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from auto3d.runtime.optimizer_state import make_state
-from auto3d.runtime.verify import loss_of
+from auto3d.runtime.optimizer.state import make_state
+from auto3d.runtime.verify.eager import loss_of
 from launch.peers.rank import Iteration, PeerRank
 
 

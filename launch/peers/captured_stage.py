@@ -8,9 +8,9 @@ from torch import nn
 
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import Stage
-from auto3d.runtime.materialize import materialize
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage_program import segment_program
+from auto3d.runtime.stage.program import segment_program
+from auto3d.runtime.weights.materialize import materialize
 from launch.peers.rank import PeerRank
 
 

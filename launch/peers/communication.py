@@ -10,10 +10,10 @@ from auto3d.data import DataSettings
 from auto3d.plan import Plan
 from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.measurement import CommunicationCalls
+from auto3d.runtime.process.world import World
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import naming_this_rank
 from auto3d.runtime.waiting import waiting_for
-from auto3d.runtime.world import World
 from launch.peers.training import join_as_peer
 
 

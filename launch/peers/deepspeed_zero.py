@@ -3,7 +3,7 @@
 import torch
 
 from auto3d.plan import ZERO_1, ZERO_2, ZERO_3
-from auto3d.runtime.verify import loss_of
+from auto3d.runtime.verify.eager import loss_of
 from launch.peers.deepspeed_setup import engine_of, join_deepspeed
 from launch.peers.rank import Iteration, PeerRank
 

@@ -102,7 +102,7 @@ def _always_shards(plan: Plan) -> bool:
 def _elementwise(settings: TrainingSettings) -> bool:
     if settings.optimizer.updates_all_alike:
         return True
-    from auto3d.runtime.optimizer_class import is_elementwise  # imports torch
+    from auto3d.runtime.optimizer.classes import is_elementwise  # imports torch
 
     return is_elementwise(settings.optimizer)
 
@@ -110,7 +110,7 @@ def _elementwise(settings: TrainingSettings) -> bool:
 def _adds_up(settings: TrainingSettings) -> bool:
     if settings.optimizer.updates_all_alike:
         return False
-    from auto3d.runtime.optimizer_class import traits_of  # imports torch
+    from auto3d.runtime.optimizer.classes import traits_of  # imports torch
 
     return traits_of(settings.optimizer).adds_up
 

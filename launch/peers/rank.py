@@ -13,10 +13,10 @@ from auto3d.capture.skeleton import seeded
 from auto3d.data import Batches, DataSettings
 from auto3d.mesh import PIPELINE
 from auto3d.plan import Plan
-from auto3d.runtime.loading import Loader, Need, pinned_memory_of
-from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.optimizer.build import build_optimizer
+from auto3d.runtime.process.world import World
+from auto3d.runtime.samples.loading import Loader, Need, pinned_memory_of
 from auto3d.runtime.settings import TrainingSettings
-from auto3d.runtime.world import World
 
 Iteration = Callable[[int], torch.Tensor | None]
 """Runs the iteration of that number; returns this rank's share of its loss, a scalar: the mean is the sum of the shares

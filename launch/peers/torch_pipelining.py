@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from auto3d.capture.graph import Value
 from auto3d.mesh import PIPELINE
 from auto3d.partition.stage import cut
-from auto3d.runtime.optimizer_state import make_state
-from auto3d.runtime.world import new_group
+from auto3d.runtime.optimizer.state import make_state
+from auto3d.runtime.process.world import new_group
 from auto3d.schedule import schedule_of
 from launch.peers.captured_stage import CapturedStage
 from launch.peers.rank import Iteration, PeerRank

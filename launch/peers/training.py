@@ -11,11 +11,11 @@ from auto3d.capture.model import CapturedModel
 from auto3d.data import DataSettings
 from auto3d.plan import DDP, DEEPSPEED_PIPELINE, FSDP, FSDP_GATHERED, TORCH_PIPELINING, ZERO_1, ZERO_2, ZERO_3, Plan
 from auto3d.runtime.activity import THIS_RANK
-from auto3d.runtime.gathered import of_all_ranks
-from auto3d.runtime.peak_memory import PeakMemory
+from auto3d.runtime.messages.gathered import of_all_ranks
+from auto3d.runtime.process.world import World
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, memory_of_ranks, naming_this_rank, start_rank
-from auto3d.runtime.world import World
+from auto3d.runtime.watch.peak_memory import PeakMemory
 from launch.peers.limits import check_engine
 from launch.peers.rank import Iteration, PeerRank
 

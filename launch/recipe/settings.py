@@ -9,8 +9,8 @@ from auto3d.cost.throughput import peak_flops_of
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import PRECISION_BYTES
 from auto3d.plan import AUTO3D, Plan
-from auto3d.runtime.emulation import Emulation
-from auto3d.runtime.optimizer_memory import state_copies, update_copies
+from auto3d.runtime.emulated.settings import Emulation
+from auto3d.runtime.optimizer.memory import state_copies, update_copies
 from auto3d.runtime.settings import OptimizerSettings, ParameterGroup, TrainingSettings
 from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS
 from auto3d.search.axes import AXES

@@ -24,8 +24,8 @@ from auto3d.garbage import collect_as_usual
 from auto3d.runtime.activity import THIS_RANK, ActivityBoard
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory
+from auto3d.runtime.process.world import LEAVE_S, World, leave
 from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError, naming_lost_peers
-from auto3d.runtime.world import LEAVE_S, World, leave
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
 from launch.run.devices import check_fork, check_torch, device_pool, showing_devices

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from auto3d.runtime.metrics import Metrics
+from auto3d.runtime.watch.metrics import Metrics
 from launch.store.files import write_whole
 
 

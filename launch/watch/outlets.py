@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Protocol
 
-from auto3d.runtime.metrics import Metrics
+from auto3d.runtime.watch.metrics import Metrics
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import TENSORBOARD, WANDB
 from launch.store.files import private_folder

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from auto3d.runtime.metrics import Metrics
+from auto3d.runtime.watch.metrics import Metrics
 from launch.watch.metrics_file import numbers_of
 
 

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from auto3d.runtime.metrics import Metrics
+from auto3d.runtime.watch.metrics import Metrics
 from launch.watch.metrics_file import numbers_of
 
 

@@ -19,9 +19,9 @@ from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import place_ranks
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
+from auto3d.runtime.process.world import World, join, leave
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
-from auto3d.runtime.world import World, join, leave
 from launch.report.release import Target
 from tests import processes
 from tests.benchmarks.runtime import HEADS, HIDDEN, LAYERS, SEQUENCE, TOKENS, VOCABULARY

@@ -20,11 +20,11 @@ from auto3d.cluster import place_ranks
 from auto3d.data import DataSettings, InputField
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
-from auto3d.runtime.emulation import Emulation
+from auto3d.runtime.emulated.settings import Emulation
 from auto3d.runtime.measurement import Environment, Status
+from auto3d.runtime.process.world import World
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
-from auto3d.runtime.world import World
 from auto3d.schedule import schedule_of
 from auto3d.simulate.simulate import simulate
 from launch.report.release import Target

@@ -24,10 +24,10 @@ from auto3d.data import TrainingData
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime.clock import CpuClock
-from auto3d.runtime.observer import OperationTimes
+from auto3d.runtime.process.world import World, leave
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import TrainingSettings
-from auto3d.runtime.world import World, leave
+from auto3d.runtime.watch.observer import OperationTimes
 from launch.model.build import captured_model
 from launch.model.data import training_data
 from launch.recipe.load import load
@@ -46,23 +46,38 @@ CALLS = 100_000  # of an empty function, to see what profiling costs a call
 FORWARD, BACKWARD, OTHER = "forward's operators", "backward's operators, in autograd's engine", "everything else"
 PARTS = {  # thing -> parts of the names of the files whose functions do it
     "lookup and loop": ("runtime/executor.py",),
-    "messages": ("runtime/exchange.py", "schedule/program.py"),
+    "messages": ("runtime/messages/exchange.py", "schedule/program.py"),
     "messages, inside torch": ("torch/distributed/",),
     "waits": ("runtime/waiting.py", "runtime/run_ahead.py"),
     "phases": ("runtime/activity.py", "schedule/operation.py", "/enum.py"),
-    "observers": ("runtime/observer.py", "runtime/clock.py"),
+    "observers": ("runtime/watch/observer.py", "runtime/clock.py"),
     "contexts": ("/contextlib.py", "runtime/out_of_memory.py", "autograd/grad_mode.py", "utils/_contextlib.py"),
     "dataclasses": ("<string>",),
-    "inputs": ("runtime/inputs.py", "runtime/loading.py", "runtime/same_samples.py", "auto3d/data/", "numpy/"),
-    "stages and their dictionaries": ("runtime/stage.py", "runtime/segment_computation.py", "runtime/target_counts.py"),
-    "weights of a version": ("runtime/weight_versions.py",),
+    "inputs": (
+        "runtime/samples/inputs.py",
+        "runtime/samples/loading.py",
+        "runtime/samples/same_samples.py",
+        "auto3d/data/",
+        "numpy/",
+    ),
+    "stages and their dictionaries": (
+        "runtime/stage/module.py",
+        "runtime/stage/segment_computation.py",
+        "runtime/stage/target_counts.py",
+    ),
+    "weights of a version": ("runtime/weights/versions.py",),
     "dropout seeds": ("runtime/randomness.py",),
-    "accumulation of gradients": ("runtime/weight_gradients.py", "runtime/low_precision.py"),
+    "accumulation of gradients": ("runtime/weights/gradients.py", "runtime/weights/low_precision.py"),
     "autograd's entry and exit": ("torch/autograd/", "torch/_tensor.py"),
     "stage programs": ("<eval_with_key>", "torch/fx/", "torch/nn/", "torch/_ops.py", "_jit_internal.py"),
     FORWARD: (),
     BACKWARD: (),
-    "sums, norm and update": ("runtime/gradient_sync.py", "runtime/totals.py", "torch/optim/", "torch/compiler/"),
+    "sums, norm and update": (
+        "runtime/messages/gradient_sync.py",
+        "runtime/messages/totals.py",
+        "torch/optim/",
+        "torch/compiler/",
+    ),
     OTHER: (),
 }
 COMPUTED = (FORWARD, BACKWARD, "stage programs", "sums, norm and update")  # what no executor can save

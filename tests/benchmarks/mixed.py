@@ -19,7 +19,7 @@ from auto3d.cluster import place_ranks
 from auto3d.cost.tables import WorkTables
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
-from auto3d.runtime.emulation import Emulation
+from auto3d.runtime.emulated.settings import Emulation
 from auto3d.search.search import Search
 from launch.model.search import search_recipe
 from launch.recipe.load import load

@@ -26,7 +26,7 @@ from auto3d.cluster import Cluster
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan
 from auto3d.resplit import pieces
-from auto3d.runtime.gradient_sync import holders
+from auto3d.runtime.messages.gradient_sync import holders
 from auto3d.schedule import samples_at_once, schedule_of
 from launch.console.tables import TABLES
 from launch.model.candidates import exact_plans

@@ -24,12 +24,12 @@ from auto3d.derived.of_share import derived
 from auto3d.derived.planned_split import planned_split
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import stages_between
-from auto3d.runtime.build_stage import build_stage
-from auto3d.runtime.materialize import materialize
+from auto3d.runtime.messages.tensor_group import Pending, TensorParallelRank
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage import StageModule
-from auto3d.runtime.stage_program import ProgramOfStage
-from auto3d.runtime.tensor_group import Pending, TensorParallelRank
+from auto3d.runtime.stage.build import build_stage
+from auto3d.runtime.stage.module import StageModule
+from auto3d.runtime.stage.program import ProgramOfStage
+from auto3d.runtime.weights.materialize import materialize
 from auto3d.share import WHOLE, Share
 from launch.report.release import Target
 from tests.models import TOKENS as LONGER

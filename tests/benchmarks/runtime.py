@@ -31,10 +31,10 @@ from auto3d.cluster import place_ranks
 from auto3d.data import DataSettings, InputField
 from auto3d.plan import TORCH_PIPELINING, Plan, stages_of_operations
 from auto3d.runtime import rank
-from auto3d.runtime.peak_memory import PeakMemory
+from auto3d.runtime.process.world import World, join, leave
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
-from auto3d.runtime.world import World, join, leave
+from auto3d.runtime.watch.peak_memory import PeakMemory
 from launch.peers.rank import PeerRank
 from launch.peers.torch_pipelining import build as build_torch_pipelining
 from launch.report.release import Target

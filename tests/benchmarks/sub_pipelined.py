@@ -31,9 +31,9 @@ from auto3d.capture.model import CapturedModel, capture
 from auto3d.data import DataSettings, InputField
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, TENSOR_OVERLAPS, Plan
+from auto3d.runtime.process.world import World
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.replicas import capture_slices
-from auto3d.runtime.world import World
 from auto3d.tensor.rules import RULES
 from auto3d.tensor_placement import Split
 from launch.report.release import Target

@@ -26,7 +26,7 @@ from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import place_ranks
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
-from auto3d.runtime.emulation import Emulation
+from auto3d.runtime.emulated.settings import Emulation
 from auto3d.runtime.measurement import Environment
 from auto3d.schedule.operation import Schedule
 from auto3d.schedule.order_text import order_options

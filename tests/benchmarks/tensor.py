@@ -36,10 +36,10 @@ from auto3d.data import Batches
 from auto3d.derived.shards import tensor_parallel
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
-from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.optimizer.build import build_optimizer
+from auto3d.runtime.process.world import World
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.replicas import capture_slices
-from auto3d.runtime.world import World
 from auto3d.share import Share
 from launch.report.release import Target
 from tests.benchmarks.runtime import ADAMW, SEED, SETTINGS, TOKENS, Iteration, in_mib, on_ranks, peak_bytes, times

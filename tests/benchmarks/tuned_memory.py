@@ -14,8 +14,8 @@ from tabulate import tabulate
 from auto3d.capture.model import CapturedModel
 from auto3d.data import DataSettings
 from auto3d.plan import Plan
+from auto3d.runtime.process.world import World
 from auto3d.runtime.settings import OptimizerSettings
-from auto3d.runtime.world import World
 from auto3d.schedule import samples_at_once
 from launch.model.build import captured_model
 from launch.recipe.data import data_settings

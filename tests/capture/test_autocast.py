@@ -10,8 +10,8 @@ from transformers import GptOssConfig, GptOssForCausalLM, MixtralConfig, Mixtral
 from auto3d.capture.graph_json import graph_from_json, graph_to_json
 from auto3d.capture.model import capture
 from auto3d.derived.shards import tensor_parallel
-from auto3d.runtime.verify import check_against_eager
-from auto3d.runtime.verify_shards import check_shards
+from auto3d.runtime.verify.eager import check_against_eager
+from auto3d.runtime.verify.shards import check_shards
 from auto3d.share import Share
 from tests.models import SIZES, TOKENS, TRAINED, captured
 from tests.soak import soak

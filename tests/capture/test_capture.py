@@ -20,10 +20,10 @@ from auto3d.capture.model import capture
 from auto3d.data import Batches
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
-from auto3d.runtime.build_stage import build_stage
-from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage_program import ProgramOfStage
+from auto3d.runtime.stage.build import build_stage
+from auto3d.runtime.stage.program import ProgramOfStage
+from auto3d.runtime.watch.peak_memory import PeakMemory
 from tests.models import KINDS, MODELS, OTHERS, captured
 from tests.soak import soak
 

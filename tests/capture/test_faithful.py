@@ -10,9 +10,9 @@ from auto3d.capture.export import InputSpec
 from auto3d.capture.model import capture
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
-from auto3d.runtime.build_stage import build_stage
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage_program import ProgramOfStage
+from auto3d.runtime.stage.build import build_stage
+from auto3d.runtime.stage.program import ProgramOfStage
 
 ROWS = {"x": InputSpec(shape=(4,), dtype=torch.float32)}
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from auto3d.capture.export import InputSpec, export
 from auto3d.capture.loss_terms import LossTerms, loss_terms
 from auto3d.capture.model import capture
 from auto3d.errors import InputError
-from auto3d.runtime.batch_targets import BatchTargets, check_loss, check_statistics
+from auto3d.runtime.samples.batch_targets import BatchTargets, check_loss, check_statistics
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.schedule import build_schedule
 

@@ -15,7 +15,7 @@ from auto3d.capture.program_json import NotStorableError, captured_from_json, ca
 from auto3d.derived.local_graph import local_graphs
 from auto3d.derived.shards import tensor_parallel
 from auto3d.derived.slices import sliced
-from auto3d.runtime.verify import _run_program, check_against_eager, one_batch
+from auto3d.runtime.verify.eager import _run_program, check_against_eager, one_batch
 from auto3d.share import Share
 from tests.models import SIZES, TRAINED, captured
 

@@ -24,10 +24,10 @@ from auto3d.errors import InputError
 from auto3d.partition.merak import shard
 from auto3d.partition.recompute import subgraph_starts
 from auto3d.plan import Plan, stages_between
-from auto3d.runtime import optimizer as runtime_optimizer
-from auto3d.runtime.optimizer import build_optimizer
-from auto3d.runtime.optimizer_memory import update_copies
-from auto3d.runtime.optimizer_state import make_state
+from auto3d.runtime.optimizer import build as runtime_optimizer
+from auto3d.runtime.optimizer.build import build_optimizer
+from auto3d.runtime.optimizer.memory import update_copies
+from auto3d.runtime.optimizer.state import make_state
 from auto3d.runtime.rank import predicted_memory
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.schedule import SCHEDULES, build_schedule

@@ -31,10 +31,10 @@ from auto3d.partition.methods.rannc.blocks import form_blocks
 from auto3d.partition.methods.rannc.candidates import candidate_stages
 from auto3d.partition.methods.rannc.operation_profile import OperationProfiles
 from auto3d.plan import Plan, stages_between
-from auto3d.runtime import link_timing, profiler, subgraph_timing, sum_timing
-from auto3d.runtime.distinct_subgraphs import distinct_stages, distinct_subgraphs
 from auto3d.runtime.measurement import Status
-from auto3d.runtime.profiler import MachineTimes, NamedStages, measure, measure_stages
+from auto3d.runtime.profile import link_timing, profiler, subgraph_timing, sum_timing
+from auto3d.runtime.profile.distinct_subgraphs import distinct_stages, distinct_subgraphs
+from auto3d.runtime.profile.profiler import MachineTimes, NamedStages, measure, measure_stages
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.share import WHOLE, Share
 from launch.run.ranks import run_ranks

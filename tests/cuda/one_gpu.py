@@ -10,8 +10,8 @@ import socket
 
 import torch
 
-from auto3d.runtime.arithmetic import set_arithmetic
-from auto3d.runtime.gpu_environment import set_gpu_environment
+from auto3d.runtime.process.arithmetic import set_arithmetic
+from auto3d.runtime.process.gpu_environment import set_gpu_environment
 
 GPU = torch.device("cuda", 0)
 _CLONE_NEWUTS = 0x04000000  # sched.h

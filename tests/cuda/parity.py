@@ -20,8 +20,8 @@ import torch
 import transformers
 
 from auto3d.plan import SUB_PIPELINED, Plan
+from auto3d.runtime.process.world import World
 from auto3d.runtime.settings import OptimizerSettings
-from auto3d.runtime.world import World
 from tests.cuda.one_gpu import GPU, begin_on_own_host
 from tests.cuda.records import all_right, timed
 from tests.distributed import grid, tensor_grid

@@ -22,7 +22,7 @@ import torch
 import transformers
 
 from auto3d import Trainer, TrainingArguments
-from auto3d.runtime.world import World
+from auto3d.runtime.process.world import World
 from tests.cuda.one_gpu import begin_on_own_host
 from tests.cuda.records import all_right, timed
 from tests.processes import ProcessPool

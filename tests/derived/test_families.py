@@ -14,7 +14,7 @@ from auto3d.data import DataSettings
 from auto3d.derived.explain import explain
 from auto3d.derived.model import Derived
 from auto3d.derived.shards import tensor_parallel
-from auto3d.runtime.verify_shards import check_shards
+from auto3d.runtime.verify.shards import check_shards
 from auto3d.share import Share
 from tests.models import IMAGES, NO_DROPOUT, TEXT
 from tests.soak import soak

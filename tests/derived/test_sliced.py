@@ -16,9 +16,9 @@ from auto3d.derived.planned_split import planned_split
 from auto3d.derived.slices import sliced
 from auto3d.errors import InputError
 from auto3d.plan import PlanError
-from auto3d.runtime.earlier_slices import EarlierSlices
-from auto3d.runtime.verify_shards import check_shards
-from auto3d.runtime.verify_slices import SlicesDifferError, check_slices
+from auto3d.runtime.stage.earlier_slices import EarlierSlices
+from auto3d.runtime.verify.shards import check_shards
+from auto3d.runtime.verify.slices import SlicesDifferError, check_slices
 from auto3d.share import Share
 from tests.models import TOKENS, TRAINED, captured
 from tests.soak import soak

@@ -7,7 +7,7 @@ from auto3d.capture.model import capture
 from auto3d.derived.slices import sliced
 from auto3d.errors import InputError
 from auto3d.plan import PlanError
-from auto3d.runtime.verify_slices import check_slices
+from auto3d.runtime.verify.slices import check_slices
 from tests.zoo.__main__ import ENTRIES
 from tests.zoo.entry import Entry
 

@@ -10,11 +10,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from auto3d.data import Batches
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan
-from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.optimizer.build import build_optimizer
+from auto3d.runtime.process.world import join, leave
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
-from auto3d.runtime.verify import autocast
-from auto3d.runtime.world import join, leave
+from auto3d.runtime.verify.eager import autocast
 from tests.distributed.parity import SGD, assert_close
 from tests.models import TRAINED, captured, precision_of
 

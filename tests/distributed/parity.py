@@ -22,13 +22,13 @@ from auto3d.data import Batches, TrainingData
 from auto3d.derived.shards import tensor_parallel
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import NO_OVERLAP, Plan
-from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.optimizer.build import build_optimizer
+from auto3d.runtime.process.world import World, join, leave
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
-from auto3d.runtime.verify import autocast
-from auto3d.runtime.world import World, join, leave
+from auto3d.runtime.verify.eager import autocast
 from auto3d.schedule import build_schedule, samples_at_once
 from auto3d.schedule.operation import Schedule
 from auto3d.share import share_of

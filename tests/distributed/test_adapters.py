@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from auto3d.plan import Plan
-from auto3d.runtime.checkpoint import Checkpoints
+from auto3d.runtime.checkpoint.format import Checkpoints
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import Training
 from tests.distributed.parity import ADAMW, assert_parity, make_plan, plain_pytorch, run_rank

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from auto3d.capture.shard import Shard
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan
-from auto3d.runtime.checkpoint import (
+from auto3d.runtime.checkpoint.format import (
     Checkpoint,
     CheckpointError,
     Checkpoints,
@@ -32,12 +32,12 @@ from auto3d.runtime.checkpoint import (
     newest,
     to_json,
 )
-from auto3d.runtime.checkpoint_read import CheckpointReader
-from auto3d.runtime.checkpoint_write import CheckpointWriter
+from auto3d.runtime.checkpoint.reading import CheckpointReader
+from auto3d.runtime.checkpoint.state_part import StatePart
+from auto3d.runtime.checkpoint.writing import CheckpointWriter
+from auto3d.runtime.process.world import join
 from auto3d.runtime.settings import OptimizerSettings, ParameterGroup, TrainingSettings
-from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.training import Training, TrainingResult, train
-from auto3d.runtime.world import join
 from auto3d.schedule import samples_at_once
 from auto3d.tensor_placement import Split
 from tests.distributed.found_orders import BY_NAME

@@ -9,9 +9,9 @@ from torch._dynamo.utils import counters
 from auto3d.errors import InputError
 from auto3d.plan import SUB_PIPELINED, Plan
 from auto3d.runtime.layout import lay_out_plan
+from auto3d.runtime.process.world import World
 from auto3d.runtime.settings import TrainingSettings
-from auto3d.runtime.stage import StageModule
-from auto3d.runtime.world import World
+from auto3d.runtime.stage.module import StageModule
 from tests.distributed.parity import SGD, assert_parity, make_plan, plain_pytorch, run_rank
 from tests.models import captured
 

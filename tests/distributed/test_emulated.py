@@ -18,15 +18,15 @@ from auto3d.derived.shards import tensor_parallel
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan
 from auto3d.runtime import rank as rank_module
-from auto3d.runtime.device_clock import DeviceClock
-from auto3d.runtime.emulation import Emulation
-from auto3d.runtime.peak_memory import PeakMemory
+from auto3d.runtime.emulated.device_clock import DeviceClock
+from auto3d.runtime.emulated.settings import Emulation
+from auto3d.runtime.messages.tensor_group import ProcessTensorGroup
+from auto3d.runtime.process.world import join, leave
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.settings import TrainingSettings
-from auto3d.runtime.tensor_group import ProcessTensorGroup
 from auto3d.runtime.training import TrainingResult, train
-from auto3d.runtime.world import join, leave
+from auto3d.runtime.watch.peak_memory import PeakMemory
 from auto3d.schedule import build_schedule, samples_at_once, schedule_of
 from auto3d.share import Share
 from auto3d.simulate.simulate import simulate

@@ -14,12 +14,12 @@ from auto3d.errors import InputError
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan
-from auto3d.runtime.evaluation import EvaluationResult, evaluate, evaluation_of
+from auto3d.runtime.evaluation.run import EvaluationResult, evaluate, evaluation_of
 from auto3d.runtime.layout import schedules_of
+from auto3d.runtime.process.world import World, leave
 from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import Training
-from auto3d.runtime.world import World, leave
 from auto3d.schedule import build_schedule, samples_at_once
 from tests.distributed.found_orders import BY_NAME
 from tests.distributed.parity import ADAMW, assert_close, make_plan

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from auto3d.capture.graph import Value
 from auto3d.partition.stage import Transfer
-from auto3d.runtime.exchange import Exchange
+from auto3d.runtime.messages.exchange import Exchange
+from auto3d.runtime.process.world import join, leave
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError
-from auto3d.runtime.world import join, leave
 from auto3d.schedule.operation import Kind, Operation
 from auto3d.schedule.program import Message, Program, Step
 

@@ -19,7 +19,7 @@ from transformers import ModernBertConfig, ModernBertForMaskedLM
 
 from auto3d.plan import Plan
 from auto3d.runtime.agreement import WeightsDifferError, fingerprint
-from auto3d.runtime.checkpoint import Checkpoints
+from auto3d.runtime.checkpoint.format import Checkpoints
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import train
 from auto3d.schedule import samples_at_once

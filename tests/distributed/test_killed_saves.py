@@ -11,11 +11,11 @@ from time import monotonic, sleep
 import pytest
 
 from auto3d.plan import Plan
-from auto3d.runtime.checkpoint import Checkpoints, complete, newest
-from auto3d.runtime.checkpoint_read import CheckpointReader
+from auto3d.runtime.checkpoint.format import Checkpoints, complete, newest
+from auto3d.runtime.checkpoint.reading import CheckpointReader
+from auto3d.runtime.process.world import World
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import Training
-from auto3d.runtime.world import World
 from tests.distributed.parity import ADAMW, make_plan
 from tests.models import TRAINED, captured
 

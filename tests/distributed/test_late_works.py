@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from auto3d.runtime.process.world import World, join, leave
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import WaitTimeoutError, wait
-from auto3d.runtime.world import World, join, leave
 from tests.distributed.grid import plan_of, sample, schedule_of
 from tests.distributed.late_works import LateWork, late_works
 from tests.distributed.parity import SGD, assert_parity, run_rank

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from auto3d.partition.methods.uniform import uniform
-from auto3d.runtime import inputs
+from auto3d.runtime.samples import inputs
 from tests.distributed import asynchronous
 from tests.distributed.parity import SGD, make_plan, run_rank
 from tests.models import captured

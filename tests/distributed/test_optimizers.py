@@ -12,9 +12,9 @@ from transformers import get_scheduler
 
 from auto3d.errors import InputError
 from auto3d.plan import Plan
+from auto3d.runtime.process.world import World, join, leave
 from auto3d.runtime.rank import build_rank, check_plan
 from auto3d.runtime.settings import OptimizerSettings, ParameterGroup, TrainingSettings
-from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import samples_at_once
 from tests.distributed.parity import ADAMW, CPU, ITERATIONS, assert_parity, make_plan, plain_pytorch, run_rank
 from tests.models import TRAINED, captured

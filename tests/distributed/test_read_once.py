@@ -12,7 +12,7 @@ from auto3d.data import BatchSlice, DataSettings
 from auto3d.data.batches import Batches
 from auto3d.data.interface import Reading
 from auto3d.plan import Plan
-from auto3d.runtime.world import World
+from auto3d.runtime.process.world import World
 from auto3d.schedule import samples_at_once, schedule_of
 from tests.distributed.parity import ADAMW, assert_parity, make_plan, plain_pytorch, run_rank
 from tests.live_tensors import Peak, peak_of_rank

@@ -17,10 +17,10 @@ from auto3d.errors import InputError
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
 from auto3d.plan import SUB_PIPELINED, Plan
-from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.optimizer.build import build_optimizer
+from auto3d.runtime.process.world import World, join, leave
 from auto3d.runtime.rank import Rank, build_rank
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
-from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import samples_at_once
 from tests.distributed import test_uneven
 from tests.distributed.parity import CLIP_NORM, CPU, SGD, assert_close, make_plan

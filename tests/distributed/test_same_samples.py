@@ -8,11 +8,11 @@ import pytest
 
 from auto3d.data import DataSettings
 from auto3d.plan import Plan
-from auto3d.runtime.same_samples import SamplesDifferError
+from auto3d.runtime.process.world import World, leave
+from auto3d.runtime.samples.same_samples import SamplesDifferError
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import Training
 from auto3d.runtime.waiting import PeerLostError
-from auto3d.runtime.world import World, leave
 from auto3d.schedule import samples_at_once
 from tests.distributed.parity import ADAMW, make_plan
 from tests.distributed.test_uneven import make_plan as uneven_plan

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from auto3d.errors import InputError
 from auto3d.plan import Plan
-from auto3d.runtime.gradient_sync import GradientSync
+from auto3d.runtime.messages.gradient_sync import GradientSync
+from auto3d.runtime.messages.slice_collectives import Begun, all_gather, all_reduce, reduce_scatter
+from auto3d.runtime.process.world import join, leave, new_group
 from auto3d.runtime.rank import build_rank, check_plan
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
-from auto3d.runtime.slice_collectives import Begun, all_gather, all_reduce, reduce_scatter
-from auto3d.runtime.world import join, leave, new_group
 from auto3d.schedule import samples_at_once
 from tests.distributed import asynchronous, parity
 from tests.distributed.parity import ADAMW, CPU, SGD, run_rank

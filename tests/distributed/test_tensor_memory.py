@@ -14,11 +14,11 @@ from auto3d.derived.shards import tensor_parallel
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime import rank as rank_module
-from auto3d.runtime.peak_memory import PeakMemory
+from auto3d.runtime.process.world import World, join, leave
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.settings import TrainingSettings
-from auto3d.runtime.world import World, join, leave
+from auto3d.runtime.watch.peak_memory import PeakMemory
 from auto3d.share import Share
 from tests.distributed.parity import CPU, SGD
 from tests.memory_grid import Cell, compare

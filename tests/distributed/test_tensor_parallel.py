@@ -12,11 +12,11 @@ import torch.distributed as dist
 from auto3d.cluster import place_ranks
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
+from auto3d.runtime.messages.tensor_group import ProcessTensorGroup
+from auto3d.runtime.process.world import connect, join, new_group
 from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.tensor_group import ProcessTensorGroup
 from auto3d.runtime.waiting import WaitTimeoutError
-from auto3d.runtime.world import connect, join, new_group
 from tests.distributed.grid import kept_fractions_of
 from tests.distributed.parity import ADAMW, CPU, SGD, assert_parity, make_plan, plain_pytorch, run_rank, with_split
 from tests.distributed.test_uneven import make_plan as make_uneven_plan

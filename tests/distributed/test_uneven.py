@@ -19,10 +19,10 @@ from auto3d.partition.merak import shard
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
 from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan, PlanError, StagePlan, stages_between
+from auto3d.runtime.process.world import join, leave
 from auto3d.runtime.rank import build_rank, check_plan, predicted_memory
 from auto3d.runtime.replicas import rank_program, resplit_dimensions
 from auto3d.runtime.settings import TrainingSettings
-from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule, samples_at_once
 from auto3d.search.partitioned import plan_of
 from tests.distributed.parity import SGD, assert_close, assert_parity, plain_pytorch, run_rank, with_split

@@ -14,16 +14,16 @@ import torch.distributed as dist
 
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
-from auto3d.runtime import watch
-from auto3d.runtime.clock_offset import measure_ahead
-from auto3d.runtime.emulation import Emulation
+from auto3d.runtime.emulated.settings import Emulation
 from auto3d.runtime.layout import lay_out_plan
-from auto3d.runtime.merged_trace import compared, merged
-from auto3d.runtime.rank_trace import RankTrace
+from auto3d.runtime.process.world import join
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import train
-from auto3d.runtime.watch import TraceRequest, Watched
-from auto3d.runtime.world import join
+from auto3d.runtime.watch import of_rank as watch
+from auto3d.runtime.watch.clock_offset import measure_ahead
+from auto3d.runtime.watch.merged_trace import compared, merged
+from auto3d.runtime.watch.of_rank import TraceRequest, Watched
+from auto3d.runtime.watch.rank_trace import RankTrace
 from auto3d.schedule import build_schedule, samples_at_once
 from auto3d.schedule.operation import Kind
 from auto3d.simulate.simulate import simulate

@@ -10,9 +10,9 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint
 from torch.nn.functional import cross_entropy
 
 from auto3d.data import Batches
-from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.optimizer.build import build_optimizer
+from auto3d.runtime.process.world import World, join, leave
 from auto3d.runtime.settings import OptimizerSettings
-from auto3d.runtime.world import World, join, leave
 from tests.distributed.parity import CPU
 from tests.models import TRAINED
 

@@ -32,11 +32,11 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from auto3d.errors import InputError
 from auto3d.plan import Plan
-from auto3d.runtime.checkpoint import Checkpoints
-from auto3d.runtime.optimizer_class import averages, check_resumes, is_elementwise, traits_of
+from auto3d.runtime.checkpoint.format import Checkpoints
+from auto3d.runtime.optimizer.classes import averages, check_resumes, is_elementwise, traits_of
+from auto3d.runtime.process.world import World
 from auto3d.runtime.settings import OptimizerSettings, ParameterGroup, TrainingSettings
 from auto3d.runtime.training import train
-from auto3d.runtime.world import World
 from auto3d.schedule import samples_at_once
 from tests.distributed.parity import CLIP_NORM, make_plan, plain_pytorch, run_rank
 from tests.distributed.test_checkpoint import tensors

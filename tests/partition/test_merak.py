@@ -15,9 +15,9 @@ from auto3d.data import Batches
 from auto3d.partition.merak import Sharding, common_nodes, shard, sharding_bounds
 from auto3d.partition.stage import PartitionError, cut
 from auto3d.plan import stages_between
-from auto3d.runtime.build_stage import build_stage
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage_program import ProgramOfStage
+from auto3d.runtime.stage.build import build_stage
+from auto3d.runtime.stage.program import ProgramOfStage
 from tests.models import MODELS, captured
 from tests.soak import soak
 

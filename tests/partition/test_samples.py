@@ -15,7 +15,7 @@ from auto3d.partition.segment import segments
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage_program import segment_program
+from auto3d.runtime.stage.program import segment_program
 from tests.models import MODELS, captured
 from tests.soak import soak
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from auto3d.runtime.process.world import World, join, leave
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import TrainingSettings
-from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import samples_at_once
 from tests.benchmarks.programs import CASES, Case, ours, per_layer
 from tests.distributed.parity import ADAMW, make_plan

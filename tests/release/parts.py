@@ -82,6 +82,7 @@ PARTS = (
     _benchmark("mixed_slurm", 15, *LAUNCH, needs_slurm=True),
     _benchmark("planning", 15, *SEARCH),
     _benchmark("profile", 5, *RUNTIME, "auto3d/cost", "launch/model"),
+    _benchmark("programs", 4, *RUNTIME),
     _benchmark("published", 3, *SEARCH),
     _benchmark("rannc", 3, "auto3d/partition", "auto3d/capture"),
     _benchmark("rannc_stages", 6, "auto3d/partition", "auto3d/cost", "launch/model", *RUNTIME),

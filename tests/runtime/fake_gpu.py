@@ -31,12 +31,12 @@ from auto3d.data import DataSettings
 from auto3d.plan import Plan
 from auto3d.runtime import backend
 from auto3d.runtime import rank as rank_module
-from auto3d.runtime import world as world_module
-from auto3d.runtime.batch_targets import BatchTargets
 from auto3d.runtime.executor import IterationResult
+from auto3d.runtime.process import world as world_module
+from auto3d.runtime.process.world import World, join, leave
 from auto3d.runtime.rank import build_rank
+from auto3d.runtime.samples.batch_targets import BatchTargets
 from auto3d.runtime.settings import TrainingSettings
-from auto3d.runtime.world import World, join, leave
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)  # each rank sees one device, since the stand-in for CUDA's guard has one

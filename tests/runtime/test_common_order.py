@@ -17,8 +17,8 @@ import torch
 
 from auto3d.capture.graph import Value
 from auto3d.partition.stage import Transfer
-from auto3d.runtime import exchange as exchange_module
-from auto3d.runtime.exchange import Exchange
+from auto3d.runtime.messages import exchange as exchange_module
+from auto3d.runtime.messages.exchange import Exchange
 from auto3d.schedule import build_schedule
 from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.common_order import check_progress

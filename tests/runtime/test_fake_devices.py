@@ -20,14 +20,15 @@ import torch
 
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.plan import Plan
-from auto3d.runtime import gradient_sync, stage_program
 from auto3d.runtime.backend import RealBackend
-from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor
+from auto3d.runtime.messages import gradient_sync
+from auto3d.runtime.messages.exchange import Exchange
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.same_samples import SameSamples
+from auto3d.runtime.samples.same_samples import SameSamples
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
-from auto3d.runtime.stage import StageModule
+from auto3d.runtime.stage import program as stage_program
+from auto3d.runtime.stage.module import StageModule
 from auto3d.schedule import SCHEDULES, samples_at_once
 from tests import models
 from tests.distributed import grid

@@ -8,7 +8,7 @@ import pytest
 from auto3d.capture import model as capture_module
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.plan import Plan, PlanError
-from auto3d.runtime.emulation import Emulation
+from auto3d.runtime.emulated.settings import Emulation
 from auto3d.runtime.layout import RankLayout, lay_out_plan, lay_out_rank
 from auto3d.runtime.rank import check_plan
 from auto3d.runtime.replicas import capture_slices

@@ -5,8 +5,8 @@ import socket
 import torch
 import torch.distributed as dist
 
-from auto3d.runtime.joined import joined_world
-from auto3d.runtime.world import join, leave
+from auto3d.runtime.process.joined import joined_world
+from auto3d.runtime.process.world import join, leave
 
 world = joined_world()
 assert world is not None, "srun's variables were not recognized"

@@ -4,9 +4,9 @@ import socket
 
 import torch
 
-from auto3d.runtime.joined import joined_world
-from auto3d.runtime.rank_devices import RankDevice, gather_rank_devices
-from auto3d.runtime.world import join
+from auto3d.runtime.process.joined import joined_world
+from auto3d.runtime.process.rank_devices import RankDevice, gather_rank_devices
+from auto3d.runtime.process.world import join
 from launch.run.devices import visible_devices
 
 world, names = joined_world(), visible_devices()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from auto3d.runtime.checkpoint import newest
+from auto3d.runtime.checkpoint.format import newest
 from tests.slurm.conftest import wait_for
 from tests.slurm.sweeps import Sweeps, end
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from auto3d.partition.stage import Transfer
-from auto3d.runtime.weight_shard import WeightShard
-from auto3d.runtime.weight_versions import WeightVersions
+from auto3d.runtime.weights.shard import WeightShard
+from auto3d.runtime.weights.versions import WeightVersions
 from auto3d.schedule.operation import Kind, Schedule
 from tests.streams.machine import current
 

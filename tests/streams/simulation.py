@@ -19,16 +19,18 @@ from auto3d.cost.memory.device import NOTHING
 from auto3d.data import Reading
 from auto3d.mesh import REPLICA, TENSOR, Mesh
 from auto3d.partition.stage import Transfer
-from auto3d.runtime import exchange, gradient_sync, run_ahead, slice_collectives, totals, waiting, world
-from auto3d.runtime.exchange import Exchange
+from auto3d.runtime import run_ahead, waiting
 from auto3d.runtime.executor import Executor, IterationResult, Peers
-from auto3d.runtime.gradient_sync import GradientSync, Holders, holders
-from auto3d.runtime.inputs import MicroBatchInputs
+from auto3d.runtime.messages import exchange, gradient_sync, slice_collectives, totals
+from auto3d.runtime.messages.exchange import Exchange
+from auto3d.runtime.messages.gradient_sync import GradientSync, Holders, holders
+from auto3d.runtime.messages.totals import Totals
 from auto3d.runtime.out_of_memory import MemoryWatch
+from auto3d.runtime.process import world
+from auto3d.runtime.process.world import connect
 from auto3d.runtime.run_ahead import OPERATIONS_AHEAD, RunAhead
+from auto3d.runtime.samples.inputs import MicroBatchInputs
 from auto3d.runtime.settings import OptimizerSettings
-from auto3d.runtime.totals import Totals
-from auto3d.runtime.world import connect
 from auto3d.schedule.lowering import lower
 from auto3d.schedule.operation import Operation, Schedule
 from auto3d.schedule.program import Program

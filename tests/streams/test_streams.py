@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 
 from auto3d.runtime import run_ahead
-from auto3d.runtime.exchange import Exchange
-from auto3d.runtime.gradient_sync import GradientSync
+from auto3d.runtime.messages.exchange import Exchange
+from auto3d.runtime.messages.gradient_sync import GradientSync
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.schedule import build_schedule
 from auto3d.schedule.check import ScheduleError

@@ -18,7 +18,7 @@ from transformers import (
 from auto3d.capture.model import capture
 from auto3d.derived.explain import BACKWARD, FORWARD, exchanges, explain
 from auto3d.derived.shards import tensor_parallel
-from auto3d.runtime.verify_shards import check_shards
+from auto3d.runtime.verify.shards import check_shards
 from auto3d.share import Share
 from auto3d.tensor.collectives import Collective
 from auto3d.tensor.derive import derive

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from auto3d import init
-from auto3d.runtime.world import World
+from auto3d.runtime.process.world import World
 from auto3d.trainer import setup
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from auto3d.capture.model import CapturedModel, capture
-from auto3d.runtime.verify import check_against_eager
+from auto3d.runtime.verify.eager import check_against_eager
 from tests.zoo.engine import engine
 from tests.zoo.entry import Entry
 from tests.zoo.outcome import PLANS, Outcome, Result, failure, one_line, worst

@@ -19,9 +19,9 @@ from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut, possible_cuts
 from auto3d.plan import Plan, StagePlan, stages_between
 from auto3d.runtime.measurement import Status
+from auto3d.runtime.process.world import World, join, leave
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import TrainingSettings
-from auto3d.runtime.world import World, join, leave
 from launch.run.ranks import run_ranks
 from tests.distributed.parity import CPU, GLOBAL_BATCH
 from tests.zoo.entry import Entry

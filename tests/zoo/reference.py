@@ -14,7 +14,7 @@ from auto3d.capture.describe import is_random
 from auto3d.capture.held import buffers_of
 from auto3d.capture.model import CapturedModel
 from auto3d.data import Batches
-from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.optimizer.build import build_optimizer
 from auto3d.runtime.randomness import Randomness
 from tests.distributed.parity import CPU, GLOBAL_BATCH
 from tests.zoo.entry import Entry

@@ -18,9 +18,9 @@ from auto3d.cluster import Accelerator
 from auto3d.cost.times import times_of
 from auto3d.cost.work import Work
 from auto3d.data import Batches
-from auto3d.runtime.distinct_subgraphs import distinct_subgraphs
-from auto3d.runtime.materialize import materialize
-from auto3d.runtime.subgraph_timing import SubgraphRun
+from auto3d.runtime.profile.distinct_subgraphs import distinct_subgraphs
+from auto3d.runtime.profile.subgraph_timing import SubgraphRun
+from auto3d.runtime.weights.materialize import materialize
 from auto3d.search.planned_model import PlannedGraphs
 from launch.model.build import captured_model
 from launch.model.costs import planning_subject

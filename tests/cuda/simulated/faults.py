@@ -7,11 +7,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from auto3d.runtime.exchange import Exchange
-from auto3d.runtime.gradient_sync import GradientSync
-from auto3d.runtime.loading import CudaPinnedMemory
-from auto3d.runtime.slice_collectives import Begun
-from auto3d.runtime.world import World, join, leave
+from auto3d.runtime.messages.exchange import Exchange
+from auto3d.runtime.messages.gradient_sync import GradientSync
+from auto3d.runtime.messages.slice_collectives import Begun
+from auto3d.runtime.process.world import World, join, leave
+from auto3d.runtime.samples.loading import CudaPinnedMemory
 from auto3d.schedule.program import Message
 
 RECEIVE = Exchange.receive

@@ -24,10 +24,10 @@ import torch
 import transformers
 
 from auto3d.plan import SUB_PIPELINED
-from auto3d.runtime.arithmetic import set_arithmetic
-from auto3d.runtime.gpu_environment import set_gpu_environment
+from auto3d.runtime.process.arithmetic import set_arithmetic
+from auto3d.runtime.process.gpu_environment import set_gpu_environment
+from auto3d.runtime.process.world import World
 from auto3d.runtime.settings import OptimizerSettings
-from auto3d.runtime.world import World
 from tests import models
 from tests.cuda.simulated import faults
 from tests.distributed import grid

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from auto3d.plan import Plan
-from auto3d.runtime.spec import SPEC
+from auto3d.runtime.verify.spec import SPEC
 from launch.commands.group import VERBS, cli
 from tests.launch.conftest import MINE
 from tests.soak import soak

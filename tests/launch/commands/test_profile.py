@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from auto3d.runtime import link_timing, profiler, subgraph_timing
+from auto3d.runtime.profile import link_timing, profiler, subgraph_timing
 
 HERE = ["cluster.devices_per_node=2", "search.micro_batch_size=[4]"]
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from auto3d.runtime.exchange import Exchange
-from auto3d.runtime.gradient_sync import GradientSync
+from auto3d.runtime.messages.exchange import Exchange
+from auto3d.runtime.messages.gradient_sync import GradientSync
 from auto3d.schedule.operation import Kind
 from launch.doctor import device_probe, exchange_probe, link_probe, training_probe
 from launch.doctor.device_probe import DeviceReport, merge_reports, probe_devices

@@ -8,8 +8,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from auto3d.runtime.checkpoint import Checkpoint, StoredPart, StoredTensor, newest, to_json
-from auto3d.runtime.checkpoint_read import CheckpointReader
+from auto3d.runtime.checkpoint.format import Checkpoint, StoredPart, StoredTensor, newest, to_json
+from auto3d.runtime.checkpoint.reading import CheckpointReader
 from launch.model.build import build_function
 from launch.model.export import export
 from launch.recipe.load import load

@@ -11,8 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from auto3d.capture.graph import Graph
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
-from auto3d.runtime.materialize import materialize
-from auto3d.runtime.weights import Weights
+from auto3d.runtime.weights.files import Weights
+from auto3d.runtime.weights.materialize import materialize
 from launch.model.build import build_function, captured_model
 from launch.model.initial_weights import initial_weights
 from launch.recipe.error import RecipeError

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from auto3d.runtime.measurement import Status
-from auto3d.runtime.world import join
+from auto3d.runtime.process.world import join
 from launch.run.ranks import run_ranks
 
 CALLS = 200

@@ -11,7 +11,7 @@ from auto3d.capture.graph import Graph
 from auto3d.cluster import place_ranks
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import AUTO3D, ENGINES, EngineRefusalError, Plan, PlanError
-from auto3d.runtime.emulation import Emulation
+from auto3d.runtime.emulated.settings import Emulation
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from launch.peers import limits
 from launch.peers.limits import check_engine

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from auto3d.runtime.measurement import Status
+from auto3d.runtime.process.world import join, leave, new_group
 from auto3d.runtime.waiting import WaitTimeoutError, wait
-from auto3d.runtime.world import join, leave, new_group
 from launch.run.ranks import run_ranks
 
 

@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from auto3d.runtime.activity import THIS_RANK, ActivityBoard
 from auto3d.runtime.measurement import Status
+from auto3d.runtime.process.world import World, join
 from auto3d.runtime.settings import TrainingSettings
-from auto3d.runtime.stage import StageModule
+from auto3d.runtime.stage.module import StageModule
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.waiting import waiting_for
-from auto3d.runtime.world import World, join
 from launch import main as command
 from launch.run import ranks, waits
 from launch.run.diagnosis import Ending
@@ -384,7 +384,7 @@ def joined(rank: int, port: int, output: Path) -> None:
 
 @pytest.mark.parametrize(("full", "code"), [(True, 1), (False, 0)], ids=["out of memory", "success"])
 def test_ranks_of_a_launcher_end_though_the_shutdown_blocks(folder, auto3d, monkeypatch, full, code):
-    monkeypatch.setattr("auto3d.runtime.world.LEAVE_S", 0.5)
+    monkeypatch.setattr("auto3d.runtime.process.world.LEAVE_S", 0.5)
     write_model(folder, full=full)
     with socket.socket() as probe:
         probe.bind(("localhost", 0))

@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from auto3d.runtime.metrics import Metrics
-from auto3d.runtime.slow_rank import SlowRank
+from auto3d.runtime.watch.metrics import Metrics
+from auto3d.runtime.watch.slow_rank import SlowRank
 from auto3d.schedule.operation import Kind
 from launch.console.training_progress import changes, training_progress
 from launch.watch.metrics_file import MetricsFile, json_of

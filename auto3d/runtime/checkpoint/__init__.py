@@ -1,0 +1,1 @@
+"""Checkpoints: their format, and how ranks write and read them."""

@@ -1,0 +1,1 @@
+"""Emulated devices, whose operations only wait."""

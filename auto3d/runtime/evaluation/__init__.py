@@ -1,0 +1,1 @@
+"""Evaluation and prediction between two iterations of a training."""

@@ -1,0 +1,1 @@
+"""What ranks send one another: activations, sums of gradients, conversions of a tensor-parallel group, totals."""

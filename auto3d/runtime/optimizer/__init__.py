@@ -1,0 +1,1 @@
+"""Optimizers: which a training uses, what they hold, and how they update."""

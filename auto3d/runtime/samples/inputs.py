@@ -1,0 +1,117 @@
+"""The inputs of a rank's micro-batches, by their numbers in the program that runs."""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+
+import torch
+
+from auto3d.data import MicroBatches
+from auto3d.partition.stage import Stage
+from auto3d.runtime.samples.loading import ComparedMicroBatch, Loader, is_compared, needs_of, pinned_memory_of
+from auto3d.runtime.samples.same_samples import SameSamples
+from auto3d.schedule.program import PipeStage, Program
+
+
+class MicroBatchInputs:
+    """Loads what a rank's forwards take from the data.
+
+    In each iteration a rank runs ``micro_batches`` micro-batches of the global batch, from number
+    ``first_micro_batch`` on. A program counts its micro-batches on through its iterations. If it runs each in
+    ``slices`` of its sequence, it counts these, and so do both numbers; every slice takes the inputs of all. ``same``
+    compares what it reads with what other ranks read; None: nobody does. For that it also reads ``compared``. What
+    ``counting_stage`` reads says how many targets a micro-batch has: only one rank of a tensor-parallel group or of
+    replicas counts them. ``largest`` is that of a Loader.
+    """
+
+    def __init__(
+        self,
+        batches: MicroBatches,
+        *,
+        first_micro_batch: int,
+        micro_batches: int,
+        slices: int = 1,
+        device: torch.device,
+        same: SameSamples | None = None,
+        compared: ComparedMicroBatch | None = None,
+        counting_stage: int | None = None,
+        largest: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        self.micro_batches = micro_batches
+        self._slices = slices
+        memory = pinned_memory_of(device)
+        self._prefetches = memory is not None
+        self._loader = Loader(batches, memory, largest)
+        self._first_micro_batch = first_micro_batch
+        self._first_iteration = 0
+        self._begin: int | None = None  # first iteration of the first program
+        self._same, self._compared, self._compares = same, compared, True
+        self._counting_stage = counting_stage
+        self._items: defaultdict[int, dict[int, int]] = defaultdict(dict)  # iteration -> micro-batch -> its targets
+
+    def start(
+        self,
+        program: Program,
+        inputs_of: Mapping[PipeStage, Collection[str]],
+        first_iteration: int,
+        *,
+        is_complete: bool = True,
+    ) -> None:
+        """Begin ``program`` with iteration ``first_iteration``; ``inputs_of`` names the inputs of each stage.
+
+        Pipelines compare nothing where a global batch is not ``is_complete``: the other may have no micro-batch.
+        """
+        self._first_iteration, self._compares = first_iteration, is_complete
+        if self._begin is None:
+            self._begin = first_iteration
+        if not self._prefetches:
+            return
+        needs = needs_of(
+            program,
+            inputs_of,
+            first_iteration=first_iteration,
+            first_micro_batch=self._first_micro_batch,
+            micro_batches=self.micro_batches,
+            slices=self._slices,
+            compared=self._compared if is_complete else None,
+        )
+        self._loader.start(needs, program.iterations, self._begin)
+
+    def end(self) -> None:
+        """End the loading, and forget what it has read ahead; another program begins it again."""
+        self._loader.end()
+
+    def of(self, micro_batch: int, stage: Stage) -> dict[str, torch.Tensor]:
+        """The inputs of ``stage`` in the program's ``micro_batch``, on the device; each [samples, *shape]."""
+        later, index = divmod(micro_batch, self.micro_batches)
+        number = (self._first_micro_batch + index) // self._slices
+        iteration = self._first_iteration + later
+        compares = self._same is not None and self._same.compares(stage.index, is_compared(iteration, self._begin or 0))
+        if not (stage.inputs or compares):
+            return {}
+        reading = self._loader.read(iteration, number, stage.inputs)
+        if compares and self._same is not None:
+            self._same.note(iteration, number, stage.index, reading.fingerprints)
+            if index == 0 and self._compared is not None and stage.index == self._compared.stage:
+                self._read_other(self._compared.index, iteration, number, stage)
+        if reading.items is not None and stage.index == self._counting_stage:
+            self._items[iteration][number] = reading.items
+        return reading.inputs
+
+    def _read_other(self, other: int, iteration: int, own: int, stage: Stage) -> None:
+        """Where it is due, read micro-batch ``other`` of another pipeline too, which reads this one's ``own``."""
+        if self._compares and is_compared(iteration, self._begin or 0) and self._same is not None:
+            reading = self._loader.read(iteration, other, stage.inputs, compared=True)
+            self._same.note_other(iteration, (stage.index, own), other, reading.fingerprints)
+
+    def take_items(self, iteration: int) -> int:
+        """The number of targets that the data says of the micro-batches of ``iteration`` that this rank counts."""
+        return sum(self._items.pop(iteration, {}).values())
+
+    def share(self, iteration: int) -> int:
+        """What this rank adds to the sum by which all ranks compare what they have read in ``iteration``."""
+        return 0 if self._same is None else self._same.share(iteration)
+
+    def check(self, iteration: int, total: float, *, where: str, timeout_s: float | None = None) -> None:
+        """Raise InputError if that sum says that ranks have read different data; see ``SameSamples.check``."""
+        if self._same is not None:
+            self._same.check(iteration, total, where=where, timeout_s=timeout_s)

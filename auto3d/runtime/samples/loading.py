@@ -1,0 +1,273 @@
+"""Load the inputs of a rank's micro-batches onto its device, in the order in which its program needs them.
+
+On a GPU a thread prefetches them into pinned memory: a copy from pageable memory would block the host until the device
+has finished everything queued before the copy. A CPU rank makes its inputs when it needs them, because a thread would
+take time from the core that computes.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from queue import SimpleQueue
+from threading import Event
+from typing import Protocol
+
+import torch
+
+from auto3d.data import MicroBatches, Reading
+from auto3d.runtime.process.background import start_thread
+from auto3d.schedule.operation import Kind
+from auto3d.schedule.program import PipeStage, Program
+
+PREFETCHED = 3  # micro-batches in pinned memory: one being copied, and two for the next forwards
+_COMPARED_FIRST, _COMPARED_EVERY = 4, 16  # iterations; see ``is_compared``
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Inputs of one micro-batch, those called ``names``, that a forward needs, or that are only ``compared``."""
+
+    iteration: int
+    index: int  # index of the micro-batch in the global batch
+    names: tuple[str, ...]
+    compared: bool = False  # another pipeline runs it; this rank reads it where ``is_compared`` says so
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedMicroBatch:
+    """A micro-batch of another pipeline, which a rank reads after the first that its ``stage`` reads of a batch."""
+
+    stage: int
+    index: int  # index in the global batch
+
+
+def is_compared(iteration: int, begin: int) -> bool:
+    """Whether pipelines compare what they read in ``iteration`` of a run that began with iteration ``begin``.
+
+    They do in the first few, where data that differ do so from the start, and then now and then: it is one more
+    micro-batch to read.
+    """
+    return iteration - begin < _COMPARED_FIRST or iteration % _COMPARED_EVERY == 0
+
+
+class PendingCopy(Protocol):
+    """A copy that is queued on a device."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has made the copy."""
+
+
+class PinnedMemory(Protocol):
+    """Host memory from which a device copies without the host."""
+
+    def begin_thread(self) -> None:
+        """A thread that uses this memory calls this first."""
+
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An empty host tensor, which the device can read."""
+
+    def queue_copy(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], PendingCopy]:
+        """Copies of ``tensors`` on the device, queued behind the work already queued there. Returns without waiting."""
+
+
+class CudaPinnedMemory:
+    """Pinned memory for a GPU, which copies from it on its compute stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def begin_thread(self) -> None:
+        torch.cuda.set_device(self._device)  # a new thread has device 0, where its first wait would make a context
+
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def queue_copy(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], PendingCopy]:
+        copies = {name: tensor.to(self._device, non_blocking=True) for name, tensor in tensors.items()}
+        done = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps; by default it would spin on a core
+        done.record(torch.cuda.current_stream(self._device))
+        return copies, done
+
+
+def pinned_memory_of(device: torch.device) -> PinnedMemory | None:
+    """Pinned memory for ``device``; None for a CPU, which needs no copies."""
+    return CudaPinnedMemory(device) if device.type == "cuda" else None
+
+
+class Loader:
+    """The inputs of a rank's micro-batches, on its device.
+
+    ``memory`` is the pinned memory of a GPU, through which a thread prefetches; None on a CPU, which uses no thread.
+    ``largest`` has the shape of each input in the largest micro-batch; without it, the first is as large as any.
+    """
+
+    def __init__(
+        self,
+        batches: MicroBatches,
+        memory: PinnedMemory | None,
+        largest: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        self._batches, self._largest = batches, largest or {}
+        self._memory = memory
+        self._prefetcher: _Prefetcher | None = None
+        self._expected: list[Need] = []  # inputs to prefetch after the present program
+
+    def start(self, needs: Sequence[Need], iterations: int, begin: int = 0) -> None:
+        """Begin a program of ``iterations`` iterations, whose forwards need ``needs``, in this order.
+
+        The run began with iteration ``begin``, on which it depends what is compared.
+
+        The loader expects the same program again afterwards and prefetches for it, so that the first inputs of an
+        iteration are ready when it begins. A call allocates pinned memory, which may synchronise the device: no message
+        may be pending.
+        """
+        if self._memory is None or not needs:
+            return
+        if needs != self._expected:
+            self.end()
+            self._prefetcher = _Prefetcher(needs, iterations, begin, self._batches.read, self._memory, self._largest)
+        self._expected = _later(needs, iterations)
+
+    def read(self, iteration: int, index: int, names: Collection[str], *, compared: bool = False) -> Reading:
+        """The inputs called ``names`` of micro-batch ``index`` of ``iteration``, on the device.
+
+        ``compared`` is that of the Need. An error of the thread that made them is raised here.
+        """
+        if self._memory is None or not names:
+            return self._batches.read(iteration, index, names)
+        assert self._prefetcher is not None, "start() comes before read()"
+        return self._prefetcher.take(Need(iteration, index, tuple(names), compared))
+
+    def end(self) -> None:
+        """End the thread without waiting for it. It also ends with this object and with the process."""
+        if self._prefetcher is not None:
+            self._prefetcher.end()
+        self._prefetcher, self._expected = None, []
+
+
+def needs_of(
+    program: Program,
+    inputs_of: Mapping[PipeStage, Collection[str]],
+    *,
+    first_iteration: int,
+    first_micro_batch: int,
+    micro_batches: int,
+    slices: int = 1,
+    compared: ComparedMicroBatch | None = None,
+) -> list[Need]:
+    """What the forwards of ``program`` need, in order; ``inputs_of`` maps a stage to the model's inputs that it uses.
+
+    This pipeline runs ``micro_batches`` micro-batches of each global batch, beginning with ``first_micro_batch``. With
+    ``slices`` of the sequence, these numbers count slices. ``compared`` is read too.
+    """
+    needs = []
+    for step in program.steps:
+        operation = step.operation
+        names = tuple(inputs_of[operation.stage, operation.pipe])
+        if operation.kind is Kind.FORWARD and names:
+            for micro_batch in operation.micro_batches:
+                later, index = divmod(micro_batch, micro_batches)
+                needs.append(Need(first_iteration + later, (first_micro_batch + index) // slices, names))
+                if compared is not None and (operation.stage, index) == (compared.stage, 0):
+                    needs.append(Need(first_iteration + later, compared.index, names, compared=True))
+    return needs
+
+
+@dataclass
+class _Buffers:
+    """Pinned memory for one micro-batch, and the last copy from it."""
+
+    pinned: dict[str, torch.Tensor]
+    copy: PendingCopy | None = None
+
+
+Make = Callable[[int, int, Collection[str]], Reading]
+Made = tuple[Need, _Buffers, Reading] | Exception  # the inputs of the reading are in the buffers
+
+
+class _Prefetcher:
+    """A thread that makes the next inputs, and pauses while all buffers are full."""
+
+    def __init__(
+        self,
+        needs: Sequence[Need],
+        iterations: int,
+        begin: int,
+        make: Make,
+        memory: PinnedMemory,
+        largest: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        self._memory = memory
+        self._made: SimpleQueue[Made] = SimpleQueue()
+        self._free: SimpleQueue[_Buffers | None] = SimpleQueue()
+        names = dict.fromkeys(name for need in needs for name in need.names)
+        example = make(needs[0].iteration, needs[0].index, tuple(names))
+        for _ in range(PREFETCHED):
+            pinned = {
+                name: memory.empty_pinned(largest.get(name, tensor.shape), tensor.dtype)
+                for name, tensor in example.inputs.items()
+            }
+            self._free.put(_Buffers(pinned))
+        ended = Event()
+        self.end = weakref.finalize(self, _end, ended, self._free)
+        # The thread must not refer to this object, because it ends when this object is collected.
+        needed = _endless(needs, iterations, begin)
+        work = partial(_prefetch, memory, needed, make, self._free, self._made, ended)
+        start_thread("inputs", work, end=partial(_end, ended, self._free))
+
+    def take(self, need: Need) -> Reading:
+        """What was read for ``need``, which must be the next need, with copies of its inputs on the device."""
+        made = self._made.get()
+        if isinstance(made, Exception):
+            raise made
+        found, buffers, reading = made
+        assert found == need, f"{found} comes next, not {need}"
+        copies, buffers.copy = self._memory.queue_copy({name: reading.inputs[name] for name in need.names})
+        self._free.put(buffers)
+        return replace(reading, inputs=copies)
+
+
+def _prefetch(
+    memory: PinnedMemory,
+    needs: Iterable[Need],
+    make: Make,
+    free: SimpleQueue[_Buffers | None],
+    made: SimpleQueue[Made],
+    ended: Event,
+) -> None:
+    try:
+        memory.begin_thread()
+        for need in needs:
+            buffers = free.get()
+            if ended.is_set():
+                return
+            assert buffers is not None, "None is only sent to end the thread"
+            if buffers.copy is not None:
+                buffers.copy.synchronize()  # the device reads the buffers until then
+            reading = make(need.iteration, need.index, need.names)
+            ready = {}
+            for name, tensor in reading.inputs.items():
+                # A micro-batch may have fewer samples, or shorter ones.
+                ready[name] = buffers.pinned[name].view(-1)[: tensor.numel()].view(tensor.shape)
+                ready[name].copy_(tensor)
+            made.put((need, buffers, replace(reading, inputs=ready)))
+    except Exception as error:
+        made.put(error)
+
+
+def _end(ended: Event, free: SimpleQueue[_Buffers | None]) -> None:
+    ended.set()
+    free.put(None)  # wakes the thread if it waits for a free buffer
+
+
+def _endless(needs: Sequence[Need], iterations: int, begin: int) -> Iterator[Need]:
+    for offset in count(0, iterations):
+        for need in _later(needs, offset):
+            if not need.compared or is_compared(need.iteration, begin):
+                yield need
+
+
+def _later(needs: Sequence[Need], iterations: int) -> list[Need]:
+    return [replace(need, iteration=need.iteration + iterations) for need in needs]

@@ -1,0 +1,1 @@
+"""The weights of a rank's stages: initial values, shards, versions, low-precision copies and gradients."""
