@@ -216,7 +216,7 @@ def test_a_slice_that_runs_again_takes_its_forward_and_keeps_its_keys_and_values
     assert (found.forward_of_slice, found.backward_of_slice) == (before.forward_of_slice, before.backward_of_slice)
     assert cost.seconds(again) > cost.seconds(plan)
     for number in range(2):
-        recomputed, kept = (cost.stage_if(plan, number, recompute=each, split=False) for each in (True, False))
+        recomputed, kept = (cost.memory.stage_if(plan, number, recompute=each, split=False) for each in (True, False))
         assert recomputed.in_flight == pytest.approx(recomputed.inputs + held * recomputed.slice_gradient)
         assert recomputed.in_flight + recomputed.recomputed == pytest.approx(kept.in_flight)
 
