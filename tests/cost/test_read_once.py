@@ -93,7 +93,7 @@ def test_reading_for_others_takes_longer_and_more_memory_than_reading_alone(case
         return
     assert once.memory[0] > each.memory[0]
     witness = model_of(name).memory.devices(plan)[0]
-    tensors = model_of(name).largest_tensors(plan, 0, None)
+    tensors = model_of(name).memory.largest(plan, 0, None)
     assert sum(tensor.total for tensor in tensors) == pytest.approx(witness.total, rel=1e-6)
     assert any(tensor.name == "inputs being sent" for tensor in tensors)
 
