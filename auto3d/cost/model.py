@@ -160,7 +160,12 @@ class CostModel:
         compute, update = busiest(shape, without_collectives)
         of_device, _ = busiest(
             shape,
-            replace(self.costs(plan, pipeline, collectives=False, host=False), sync=none, messages=silent.messages),
+            replace(
+                self.costs(plan, pipeline, collectives=False, host=False),
+                sync=none,
+                messages=silent.messages,
+                inputs=(),
+            ),
         )
         waits = max(0.0, compute - of_device)
         return Estimate(
