@@ -26,7 +26,7 @@ from auto3d.share import Share
 from auto3d.tensor.conversions import Collective, Conversion, conversion_of
 
 PRECISION_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ELEMENT_BYTES = 4  # of float32
+ELEMENT_BYTES = 4  # a number in float32
 ALIGNED = 16  # bytes: the fastest kernels of GPUs load this many at once (results/cuda, "Matrix products")
 # Elementwise operations: a compiler or a hand-tuned system fuses the kernels of neighbours.
 _ELEMENTWISE = {

@@ -66,7 +66,7 @@ class PreparedStep:
     operation: Operation
     later: int | None  # iterations of the program before its own; None: an update or a sync, for that which it ends
     where: str  # its place in an iteration, for errors
-    calls: Sequence[Callable[[], None]]  # what it does, in this order
+    calls: Sequence[Callable[[], None]]  # the calls that make up the step, in order
 
 
 class Executor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -20,6 +21,7 @@ from auto3d.cost.model_work import ModelWork
 from auto3d.cost.work import Work, work_of, work_of_local
 from auto3d.data import BatchSlice, DataSettings, TrainingData
 from auto3d.derived.local_graph import local_graphs
+from auto3d.derived.model import Derived
 from auto3d.plan import Plan
 from auto3d.runtime.agreement import check_agreement, check_same_plan
 from auto3d.runtime.backend import Backend, RealBackend, trained_parameters
@@ -357,20 +359,24 @@ def predicted_memory(
     options = replace(options, read_once=read_once)
     in_slices = len(shares_of(plan)) > 1
 
-    def work_at(samples: int, share: Share) -> Work:
-        program = rank_program(captured, plan, captured.graph.micro_batch_size // samples)
-        if not in_slices:
-            return _work_of(program.captured.graph)
-        model = program.derived
+    def derived_at(samples: int, plan: Plan) -> Derived:
+        model = rank_program(captured, plan, captured.graph.micro_batch_size // samples).derived
         assert model is not None
-        whole = _work_of(model.whole.graph)
+        return model
+
+    @cache
+    def whole_at(samples: int) -> Work:
+        return _work_of(derived_at(samples, plan).whole.graph)
+
+    def work_at(samples: int, share: Share) -> Work:
+        if not in_slices:
+            return _work_of(rank_program(captured, plan, captured.graph.micro_batch_size // samples).captured.graph)
         if share == WHOLE:
-            return whole
-        if share.slices == 1:  # the share of all tokens has the sizes of the weights
-            model = rank_program(captured, without_slices(plan), captured.graph.micro_batch_size // samples).derived
-            assert model is not None
+            return whole_at(samples)
+        # The share of all tokens has the sizes of the weights.
+        model = derived_at(samples, without_slices(plan) if share.slices == 1 else plan)
         graph = local_graphs(model)[share.slice_number]
-        return work_of_local(whole, graph, precision=graph.graph.precision)
+        return work_of_local(whole_at(samples), graph, precision=graph.graph.precision)
 
     of_rank = plan if in_slices else rank_program(captured, plan, 1).plan
     return PlanMemory(ModelWork(work_at, options), options).devices(of_rank)

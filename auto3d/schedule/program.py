@@ -9,8 +9,11 @@ from auto3d.schedule.operation import Kind, Operation
 PipeStage = tuple[int, int]  # (stage, pipe): a stage as it stands on one pipe
 
 
-class Message(NamedTuple):  # whose hash is not Python code
-    """What stage ``source`` sends stage ``target`` for one micro-batch: activations (kind F) or their gradients (B)."""
+class Message(NamedTuple):
+    """What stage ``source`` sends stage ``target`` for one micro-batch: activations (kind F) or their gradients (B).
+
+    A NamedTuple, since the executor looks messages up in every step, and the hash of a dataclass is Python code.
+    """
 
     kind: Kind
     source: int

@@ -43,7 +43,7 @@ class InputMessage:
     target: int  # stage
     time: float
     link: int
-    lead: float  # as that of a Step
+    lead: float  # how long before the end of the operation the message may leave, as in a Step
 
 
 @dataclass(frozen=True, kw_only=True)

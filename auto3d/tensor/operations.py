@@ -55,7 +55,7 @@ class AnalysedProgram:
     from_state: Set[fx.Node]  # state, and what is computed from one tensor of it alone
     tables: Set[fx.Node]  # real state of two dimensions or more, and its views
     of_samples: Set[fx.Node]  # the inputs, and all that depends on them
-    weights: Set[fx.Node]  # of all operations
+    weights: Set[fx.Node]  # the weights that any operation has
 
 
 def analysed(captured: CapturedModel) -> AnalysedProgram:

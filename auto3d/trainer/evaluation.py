@@ -54,7 +54,7 @@ class Evaluation:
     has_labels: bool
     at_once: int  # samples that run at once
     last: int  # samples at the end that run by themselves, since nothing can fill a batch of them
-    of_decoder: Mapping[str, bool] = field(default_factory=dict)  # as Widths has it, where samples are padded
+    of_decoder: Mapping[str, bool] = field(default_factory=dict)  # see Widths; empty: no padding
 
 
 def check_evaluation(

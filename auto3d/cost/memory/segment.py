@@ -71,7 +71,7 @@ class RunTensors:
 
     positions: np.ndarray  # operations of the run
     extra: np.ndarray  # per operation: bytes that stay beside memories
-    earlier: frozenset[int]  # as in RunBytes
+    earlier: frozenset[int]  # the same as RunBytes.earlier
     held: np.ndarray  # memories that stay
     laid_out: tuple[np.ndarray, np.ndarray]  # (memory, bytes) of each copy that stays of a received view, in order
     put_off: np.ndarray  # memories that a split backward keeps for its weight half

@@ -81,7 +81,7 @@ def use_fast_calls(module: fx.GraphModule) -> fx.GraphModule:
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply`` without what that does for functorch, which takes as long as the rest."""
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc]  # of torch's C
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]  # torch's method in C
 
 
 def drops_nothing(node: fx.Node) -> bool:
