@@ -1,12 +1,14 @@
 """The bytes that attention keeps for its backward on CPUs and GPUs, as they follow from the kernels' definitions."""
 
+from functools import cache
+
 import pytest
 import torch
 
 from auto3d.capture.describe import describe
-from auto3d.capture.model import capture
+from auto3d.capture.model import CapturedModel, capture
 from auto3d.capture.operation_cost import OperationCosts
-from tests.models import MODELS
+from tests.models import MODELS, captured
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 BATCH, HEADS, ROWS, HEAD = 2, 4, 33, 16
@@ -66,12 +68,17 @@ def test_without_a_fitting_kernel_the_matrix_is_kept(device, dtype, arguments):
     assert kept_beside_arguments(device, dtype, **arguments) > MATRIX * dtype.itemsize
 
 
+@cache
+def gpt2_on(device: str) -> CapturedModel:
+    build, data = MODELS["gpt2-dropout"]
+    return captured("gpt2-dropout", 2) if device == "cpu" else capture(build, data.input_specs(), 2, device=device)
+
+
 def test_a_capture_for_gpus_assumes_their_kernels():
     """Also if torch was built without CUDA. GPT-2's attention with dropout keeps its matrix only on a CPU."""
-    build, data = MODELS["gpt2-dropout"]
     saved = {}
     for device in ("cpu", "cuda"):
-        graph = capture(build, data.input_specs(), 2, device=device).graph
+        graph = gpt2_on(device).graph
         (first, *_) = [node for node in graph.nodes if "scaled_dot_product_attention" in node.operator]
         saved[device] = first.saved_bytes
         heads, rows = next(value for value in first.outputs).shape[1:3]
@@ -82,10 +89,9 @@ def test_a_capture_for_gpus_assumes_their_kernels():
 
 def test_a_program_described_with_unfused_attention_keeps_the_matrix_and_its_fingerprint():
     """Whatever the device of the capture: it is another system whose costs are wanted."""
-    build, data = MODELS["gpt2-dropout"]
-    captured = [capture(build, data.input_specs(), 2, device=device) for device in ("cpu", "cuda")]
-    usual = [one.graph for one in captured]
-    cpu, cuda = (describe(one.exported, fused_attention=False) for one in captured)
+    models = [gpt2_on(device) for device in ("cpu", "cuda")]
+    usual = [one.graph for one in models]
+    cpu, cuda = (describe(one.exported, fused_attention=False) for one in models)
     assert [node.saved_bytes for node in cuda.nodes] == [node.saved_bytes for node in cpu.nodes]
     assert cuda.fingerprint == usual[1].fingerprint
     for node, before in zip(cuda.nodes, usual[1].nodes, strict=True):
@@ -93,4 +99,4 @@ def test_a_program_described_with_unfused_attention_keeps_the_matrix_and_its_fin
             heads, rows = node.outputs[0].shape[1:3]
             assert node.saved_bytes > 4 * 2 * heads * rows * rows > before.saved_bytes
             assert node.flops == before.flops
-    assert [describe(one.exported) for one in captured] == usual
+    assert [describe(one.exported) for one in models] == usual

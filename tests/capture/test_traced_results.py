@@ -6,6 +6,7 @@ from torch import fx, nn
 
 from auto3d.capture.export import InputSpec, Mode
 from auto3d.capture.model import capture
+from tests.soak import soak
 
 SAMPLES, LENGTH, WIDTH = 4, 6, 8
 
@@ -25,7 +26,7 @@ class Encoder(nn.Module):
         return self.encoder(x, src_key_padding_mask=padding).square().mean()
 
 
-@pytest.mark.parametrize("kind", ["right", "right norm", "right float norm", "left", "left norm"])
+@pytest.mark.parametrize("kind", ["right float norm", "left", *soak("right", "right norm", "left norm")])
 def test_padding_is_what_nested_tensors_give(kind):
     torch.manual_seed(1)
     model = Encoder(kind).eval()

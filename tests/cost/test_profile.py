@@ -1,6 +1,7 @@
 """A real profile of small models on two ranks, and what the cost model makes of a profile."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import combinations, pairwise
 from json import dumps
 from json import loads as from_json
@@ -56,8 +57,7 @@ SETTINGS = TrainingSettings(iterations=1, optimizer=ADAMW, device="cpu", threads
 SETTING = Setting(device="cpu", accelerator="device", devices_per_node=2, threads=1)
 
 
-@pytest.fixture
-def short(monkeypatch):
+def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profile with as few repetitions as possible."""
     monkeypatch.setattr(profiler, "ROUNDS", 2)
     monkeypatch.setattr(profiler, "LOAD_S", 0.0)
@@ -69,20 +69,38 @@ def short(monkeypatch):
     monkeypatch.setattr(sum_timing, "REPETITIONS", 2)
 
 
+@pytest.fixture
+def short(monkeypatch):
+    shorten(monkeypatch)
+
+
 def measured(models, data) -> MachineTimes:
     outcome = run_ranks(2, lambda world, report: measure(models, SETTINGS, data, world, seed=1), timeout_s=120)
     assert outcome.status is Status.OK, outcome.error
     return outcome.result
 
 
-@pytest.mark.parametrize("name", ["gpt2", "averaging", *soak("t5", "swin")])
-def test_a_real_profile(name, short):
+@cache
+def profile_of(name: str, *ways: bool) -> MachineTimes:
+    """The times of a model's subgraphs, and of those of a rank of two, without or with sequence parallelism."""
+    model = captured(name, 4)
+    bounds = shard(model.graph).bounds
+    split = (tensor_parallel(model, Share(tp=2, sequence_parallel=way)) for way in ways)
+    subgraphs = [distinct_subgraphs(model, bounds, derived=each) for each in (None, *split)]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        shorten(monkeypatch)
+        return measured(subgraphs, MODELS[name][1])
+
+
+@pytest.mark.parametrize(
+    ("name", "ways"), [("gpt2", (True,)), *soak(*((name, ()) for name in ("averaging", "t5", "swin")))]
+)
+def test_a_real_profile(name, ways):
     """Each distinct subgraph is measured once, and keeps as many bytes for its backward as the Graph predicts."""
     model = captured(name, 4)
     bounds = shard(model.graph).bounds
-    subgraphs = distinct_subgraphs(model, bounds)
-    found = measured([subgraphs], MODELS[name][1])
-    (size,) = found.sizes
+    found = profile_of(name, *ways)
+    size = found.sizes[0]
 
     operators = [[node.operator for node in model.graph.nodes[first:last]] for first, last in pairwise(bounds)]
     assert len(size.kinds) == len(bounds) - 1
@@ -115,14 +133,12 @@ def test_a_real_profile(name, short):
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, *soak(False)])
-def test_a_real_profile_of_a_tensor_parallel_rank(sequence_parallel, short):
+def test_a_real_profile_of_a_tensor_parallel_rank(sequence_parallel):
     """It has the subgraphs of the whole model, with the bytes that a rank keeps, and collectives of all sizes."""
     model = captured("gpt2", 4)
     bounds = shard(model.graph).bounds
     tensor = tensor_parallel(model, Share(tp=2, sequence_parallel=sequence_parallel))
-    whole = distinct_subgraphs(model, bounds)
-    split = distinct_subgraphs(model, bounds, derived=tensor)
-    found = measured([whole, split], MODELS["gpt2"][1])
+    found = profile_of("gpt2", sequence_parallel)
     one, two = found.sizes
     assert (one.tp, two.tp, two.sequence_parallel) == (1, 2, sequence_parallel)
     assert len(two.kinds) == len(one.kinds)

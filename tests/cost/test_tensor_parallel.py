@@ -88,8 +88,8 @@ def test_gpt2_by_its_known_rules_has_megatrons_split(shards):
 
 def test_sequence_parallelism_gathers_and_scatters_and_sums_its_norms():
     """LLaMA: each all-reduce is a reduce-scatter and an all-gather (Korthikanti et al. 2022), and all norms copied."""
-    _, half = works(tensor_parallel(captured("llama", 4), Share(tp=2, sequence_parallel=True)))
-    activation, layers = 4 * 32 * 32 * 4, 4
+    _, half = works(tensor_parallel(captured("llama", 2), Share(tp=2, sequence_parallel=True)))
+    activation, layers = 2 * 32 * 32 * 4, 4
     found = Counter((one.collective, one.forward) for one in half.exchanges if one.size == activation)
     assert found == {
         (Collective.ALL_GATHER, True): 2 * layers + 1,
@@ -149,7 +149,7 @@ def test_a_feed_forward_has_megatrons_split_and_collectives():
 )
 def test_the_work_is_that_of_the_local_graph(name, sequence_parallel):
     """Sums, the parameters of a rank, and at every cut the bytes that the stages of the local Graph really send."""
-    model = tensor_parallel(captured(name, 4), Share(tp=2, sequence_parallel=sequence_parallel))
+    model = tensor_parallel(captured(name, 2), Share(tp=2, sequence_parallel=sequence_parallel))
     whole, graph = model.whole.graph, model.program.graph
     alone, half = works(model)
     assert len(half) == len(alone) == len(whole.nodes)
@@ -168,7 +168,7 @@ def test_the_work_is_that_of_the_local_graph(name, sequence_parallel):
 
 
 def test_every_conversion_is_one_exchange_for_each_direction_in_which_it_communicates():
-    model = tensor_parallel(captured("llama", 4), Share(tp=2))
+    model = tensor_parallel(captured("llama", 2), Share(tp=2))
     _, half = works(model)
     names = [node.operator.split(".")[1] for node in model.program.graph.nodes if node.operator.startswith("auto3d.")]
     losses = names.count("vocabulary_cross_entropy")
@@ -190,7 +190,7 @@ def test_a_local_graph_is_stored():
 
 def plan_for(graph_stages: tuple[StagePlan, ...], *, tp: int, pp: int, **changes) -> Plan:
     plan = Plan(
-        graph="", dp=1, tp=tp, pp=pp, global_batch=64, micro_batch_size=16, schedule="1f1b", stages=graph_stages,
+        graph="", dp=1, tp=tp, pp=pp, global_batch=64, micro_batch_size=2, schedule="1f1b", stages=graph_stages,
         placement=place_ranks(dp=1, tp=tp, pp=pp), seed=0,
     )  # fmt: skip
     return replace(plan, **changes)
@@ -200,7 +200,7 @@ def plan_for(graph_stages: tuple[StagePlan, ...], *, tp: int, pp: int, **changes
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
 def test_the_memory_of_a_search_agrees_with_that_of_the_local_graph(name, sequence_parallel):
     """To a thousandth on every device, with and without recomputation; and less than without tensor parallelism."""
-    model = tensor_parallel(captured(name, 16), Share(tp=2, sequence_parallel=sequence_parallel))
+    model = tensor_parallel(captured(name, 2), Share(tp=2, sequence_parallel=sequence_parallel))
     graph, local = model.whole.graph, model.program.graph
     alone, half = works(model)
     of_rank = work_of(local, (0, len(local.nodes)))
