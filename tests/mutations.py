@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -85,15 +86,17 @@ def _code(node: ast.AST) -> Iterator[ast.AST]:
                 yield from _code(child)
 
 
+@cache
+def _one_a_line(room: str) -> tuple[Mutation, ...]:
+    """A fault of each line of ``room`` that has any."""
+    files = sorted(file.relative_to(ROOT) for file in (ROOT / "auto3d" / room).rglob("*.py"))
+    return tuple({(one.file, one.line): one for file in files for one in mutations_of(file)}.values())
+
+
 def drawn(seed: int, number: int) -> list[Mutation]:
     """As many faults of every room, no two of them in one line."""
     chance = Random(seed)
-    found: list[Mutation] = []
-    for room in ROOMS:
-        files = sorted(file.relative_to(ROOT) for file in (ROOT / "auto3d" / room).rglob("*.py"))
-        by_line = {(one.file, one.line): one for file in files for one in mutations_of(file)}
-        found += chance.sample(list(by_line.values()), number // len(ROOMS))
-    return found
+    return [fault for room in ROOMS for fault in chance.sample(_one_a_line(room), number // len(ROOMS))]
 
 
 def noticed_by(mutation: Mutation, tree: Path, folders: list[str], workers: int) -> str:

@@ -7,7 +7,7 @@ from tests.mutations import ROOMS, ROOT, drawn, mutations_of
 
 
 def test_each_changes_the_program_and_can_be_parsed():
-    file = Path("auto3d/cost/work.py")
+    file = Path("auto3d/cost/closed_forms.py")
     text = (ROOT / file).read_text()
     found = list(mutations_of(file))
     assert len(found) > 20

@@ -1,14 +1,20 @@
 """The public Python API: what the engine exports, and the documented example, run as its reader would run it."""
 
 import ast
+import os
 import re
+import socket
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
 import auto3d
+from auto3d.runtime.process.world import World
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 EXAMPLE = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
@@ -32,13 +38,27 @@ def test_planning_alone_imports_no_torch():
     assert not {"torch", "numpy"} & set(done.stdout.split())
 
 
+def run_as_launched(world: World, file: Path, port: int) -> str:
+    """What the script prints in this process, a rank by the environment that torchrun gives it."""
+    ranks = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size, "MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in ranks.items()}
+    with redirect_stdout(StringIO()) as printed:
+        run_path(str(file), run_name="__main__")
+    for name in ("MASTER_ADDR", *ranks):
+        del os.environ[name]
+    return printed.getvalue()
+
+
 @pytest.mark.timeout(240)
-def test_the_documented_example_runs(tmp_path):
+def test_the_documented_example_runs(tmp_path, processes):
+    """As four ranks; the promises start a command by torchrun."""
     file = tmp_path / "example.py"
     file.write_text(EXAMPLE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = [float(number) for number in re.search(r"loss \[(.*)\]", done.stdout)[1].split(",")]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    printed, *others = processes.run(4, run_as_launched, file, port)
+    assert not any(others)
+    losses = [float(number) for number in re.search(r"loss \[(.*)\]", printed)[1].split(",")]
     assert len(losses) == 5
     assert losses[-1] < losses[0]

@@ -1,5 +1,6 @@
 """`make release` keeps what a part found with its commit, and says what is out of date, failed or missed."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ end([Target(what='error', found={found}, wish=5, held=9, unit=' %'), Target(what
 """
 
 
+pace = cache(release.pace)  # measured once, for all runs of these tests
+
+
 def part(found: float, tests: str = "one") -> Part:
     return Part(name="tried", command=f'python -c "{CODE.format(found=found)}"', minutes=1, tests=(tests,))
 
@@ -23,6 +27,7 @@ def part(found: float, tests: str = "one") -> Part:
 @pytest.fixture(autouse=True)
 def repository(tmp_path, monkeypatch) -> Path:
     """A repository with the files one and two, in which records look for commits; they are kept outside of it."""
+    monkeypatch.setattr(release, "pace", pace)
     monkeypatch.setattr(records, "FOLDER", tmp_path / "records")
     monkeypatch.setattr(records, "ROOT", tmp_path / "repository")
     (tmp_path / "repository").mkdir()

@@ -59,11 +59,11 @@ def once(model: Derived) -> list[str]:
     ],
 )
 def test_products_run_on_halves_and_the_loss_once(name, sequence_parallel):
-    model = halved(captured(name, 4), sequence_parallel=sequence_parallel)
+    model = halved(captured(name, 2), sequence_parallel=sequence_parallel)
     ran = Counter(once(model))
     assert not ran.keys() & {"linear", "addmm", "conv2d", "scaled_dot_product_attention"}
     assert ran["cross_entropy_loss"] + ran["vocabulary_cross_entropy"] == 1
-    plain = tensor_parallel(captured(name, 4), Share(tp=2, sequence_parallel=sequence_parallel)).program.graph
+    plain = tensor_parallel(captured(name, 2), Share(tp=2, sequence_parallel=sequence_parallel)).program.graph
     products = {node.name: node.flops for node in plain.nodes if node.flops > 10_000 and node.saves}
     nodes = {node.name: node for node in model.program.graph.nodes}
     for product, flops in products.items():
@@ -120,7 +120,7 @@ def exposed(order: tuple[Turn, ...], backward: bool) -> int:
 
 def test_every_collective_runs_under_the_other_half():
     """Except for one at each end of a direction, where the other half has nothing left or nothing yet."""
-    model = halved(captured("llama", 4))
+    model = halved(captured("llama", 2))
     (only,) = all_turns(model)
     forward = [t for t in only.forward if isinstance(t, Handover) and t.forward and t.half is not None]
     backward = [t for t in only.backward if isinstance(t, Handover) and t.backward and t.half is not None]

@@ -174,7 +174,7 @@ def test_no_order_is_shorter_than_the_bound():
 
 @pytest.mark.parametrize("choices", [{"recompute": "auto"}, *soak({"sync": "eager"})], ids=str)
 def test_no_plan_with_the_same_stages_is_shorter_than_the_certificate(choices):
-    _, maker = case(memory=2e9)
+    _, maker = case(memory=2e9, seconds=0.3)
     candidate = replace(CANDIDATE, **choices)
     plan = maker.plan(candidate)
     made = certificate_of(plan, maker.model, may_recompute=candidate.recompute == "auto", seconds=0.5)
@@ -195,7 +195,7 @@ def test_a_certificate_needs_simulated_times():
 
 
 def test_a_search_offers_it_as_one_more_schedule():
-    domain, maker = case(space={"schedule": [*BY_RULE, "synthesized"]})
+    domain, maker = case(space={"schedule": [*BY_RULE, "synthesized"]}, seconds=0.3)
     search = Search(domain, maker, Budget(candidates=100))
     exhaustive(search, 1)
     best = search.ranked()[0]
@@ -214,7 +214,7 @@ def test_what_auto_leaves_out():
 
 def test_an_order_is_not_sought_where_its_bound_is_too_high():
     space = {"pp": [2, 4], "schedule": ["synthesized", "1f1b"], "allow_idle_devices": True}
-    domain, maker = case(space=space)
+    domain, maker = case(space=space, seconds=0.3)
     search = Search(domain, maker, Budget(candidates=100, best=1))
     exhaustive(search, 1)
     assert search.looked_at + search.left.candidates == len(domain) == 4
