@@ -133,16 +133,6 @@ def test_two_sweeps_at_once_share_their_trials(sweeps):
     assert sum(output.count("submitted 2 trials") for output in outputs) == 1
 
 
-def test_the_driver_as_a_job(sweeps):
-    (sweeps.folder / ".venv").symlink_to(sys.prefix)
-    script = REPOSITORY / "slurm" / "sweep.sbatch"
-    job = sweeps.cluster.run("sbatch", "--parsable", str(script), "own.yaml", cwd=sweeps.folder).strip()
-    left = ["squeue", "--noheader", f"--name=auto3d-sweep,{job}"]
-    wait_for("the driver to end", lambda: not sweeps.cluster.run(*left), timeout_s=200)
-    assert "to train under the fastest plan" in (sweeps.folder / f"auto3d-sweep-{job}.out").read_text()
-    assert statuses(sweeps) == ["ok"]
-
-
 # Faults
 
 
@@ -309,21 +299,27 @@ def test_status_logs_and_cancel(sweeps):
 
 
 @pytest.fixture
-def two_jobs(cluster):
-    """SLURM lets this user have two submitted jobs."""
+def allow_jobs(cluster):
+    """Tells SLURM how many submitted jobs this user may have."""
 
     def limit(number: int) -> None:
         cluster.run("sacctmgr", "--immediate", "modify", "user", "root", "set", f"MaxSubmitJobs={number}")
 
-    limit(2)
-    yield
+    yield limit
     limit(-1)
 
 
-SPACE_OF_5 = [
-    *("training.global_batch=16", "search.micro_batch_size=[1,2,4,8,16]", "search.pp=[1]", "cluster.nodes=1"),
-    *("cluster.devices_per_node=1", "measure.iterations=1", "measure.warmup_iterations=1"),
+@pytest.fixture
+def two_jobs(allow_jobs):
+    allow_jobs(2)
+
+
+ON_ONE_DEVICE = [
+    *("training.global_batch=16", "search.pp=[1]", "cluster.nodes=1", "cluster.devices_per_node=1"),
+    *("measure.iterations=1", "measure.warmup_iterations=1"),
 ]
+SPACE_OF_3 = [*ON_ONE_DEVICE, "search.micro_batch_size=[4,8,16]"]
+SPACE_OF_5 = [*ON_ONE_DEVICE, "search.micro_batch_size=[1,2,4,8,16]"]
 
 
 def most_at_once(entries: list[Entry]) -> int:
@@ -338,13 +334,29 @@ def most_at_once(entries: list[Entry]) -> int:
     return most
 
 
-def test_what_a_limit_on_jobs_leaves_over_is_submitted_as_jobs_end(sweeps, two_jobs):
-    told = end(sweeps.start("sweep", *SPACE_OF_5))
-    assert statuses(sweeps) == ["ok"] * 5
-    assert sweeps.starts() == [1] * 5
+def test_a_driver_as_a_job_submits_what_a_limit_on_jobs_leaves_over_as_jobs_end(sweeps, allow_jobs):
+    allow_jobs(3)  # the driver's and two of its trials'
+    (sweeps.folder / ".venv").symlink_to(sys.prefix)
+    script = REPOSITORY / "slurm" / "sweep.sbatch"
+    command = ["sbatch", "--parsable", str(script), "own.yaml", *SPACE_OF_3]
+    job = sweeps.cluster.run(*command, cwd=sweeps.folder).strip()
+    left = ["squeue", "--noheader", f"--name=auto3d-sweep,{job}"]
+    wait_for("the driver to end", lambda: not sweeps.cluster.run(*left), timeout_s=280)
+    told = (sweeps.folder / f"auto3d-sweep-{job}.out").read_text()
+    assert "to train under the fastest plan" in told
+    assert statuses(sweeps) == ["ok"] * 3
+    assert sweeps.starts() == [1] * 3
     assert most_at_once(sweeps.entries()) == 2
     assert told.count("AssocMaxSubmitJobLimit") == 1, told
     assert "will be submitted as jobs end" in told
+
+
+@pytest.mark.soak
+def test_what_a_limit_on_jobs_leaves_over_is_submitted_as_jobs_end_time_and_again(sweeps, two_jobs):
+    end(sweeps.start("sweep", *SPACE_OF_5))
+    assert statuses(sweeps) == ["ok"] * 5
+    assert sweeps.starts() == [1] * 5
+    assert most_at_once(sweeps.entries()) == 2
 
 
 @pytest.mark.soak
@@ -376,8 +388,8 @@ def test_failed_trials_are_retried_in_portions_too(sweeps, two_jobs):
     assert sweeps.starts() == [2] * 5
 
 
-def test_a_limit_that_allows_no_job_is_an_error_of_one_line(sweeps, cluster, two_jobs):
-    cluster.run("sacctmgr", "--immediate", "modify", "user", "root", "set", "MaxSubmitJobs=0")
+def test_a_limit_that_allows_no_job_is_an_error_of_one_line(sweeps, allow_jobs):
+    allow_jobs(0)
     told = end(sweeps.start("sweep", *SPACE_OF_5), code=2)
     assert told.count("Job violates accounting/QOS policy") == 1, told
     assert "Traceback" not in told
