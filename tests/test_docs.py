@@ -8,11 +8,11 @@ from functools import cache
 from pathlib import Path
 
 import click
-import pytest
 
 from launch.commands.group import cli
 from launch.commands.schedule_synthesize import synthesize
 from launch.recipe.keys import documented_keys
+from tests.each import for_each
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -31,7 +31,7 @@ KEY = re.compile(r"^([a-z_]+(?:\.[a-z_]+)+)(?:\[\d+\])?=")
 
 
 def pages():
-    return pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+    return for_each("page", PAGES)
 
 
 @cache
@@ -151,11 +151,10 @@ def mentioned(file: str, name: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize(("caller", "called"), outlined(), ids=lambda item: item and item[1])
-def test_outlines_follow_the_calls(caller, called):
-    file, name = called
-    assert name in names_in(file), f"{file} defines no {name}"
-    assert caller is None or name in mentioned(*caller), f"{caller[1]} of {caller[0]} does not call {name}"
+def test_outlines_follow_the_calls():
+    for caller, (file, name) in outlined():
+        assert name in names_in(file), f"{file} defines no {name}"
+        assert caller is None or name in mentioned(*caller), f"{caller[1]} of {caller[0]} does not call {name}"
 
 
 def test_an_outline_that_differs_from_the_calls_is_found():

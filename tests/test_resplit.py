@@ -5,11 +5,12 @@ from itertools import chain, product
 import pytest
 
 from auto3d.resplit import pieces
+from tests.each import for_each
 
 COUNTS = list(product(range(1, 7), repeat=2))
 
 
-@pytest.mark.parametrize(("sources", "targets"), COUNTS)
+@for_each(("sources", "targets"), COUNTS)
 @pytest.mark.parametrize("multiple", [1, 2, 5])
 def test_every_element_arrives_where_it_belongs(sources, targets, multiple):
     length = 60 * multiple
@@ -28,7 +29,7 @@ def test_every_element_arrives_where_it_belongs(sources, targets, multiple):
     assert pairs == sorted(pairs), "in the order of the elements"
 
 
-@pytest.mark.parametrize(("sources", "targets"), COUNTS)
+@for_each(("sources", "targets"), COUNTS)
 def test_halves_of_slices_have_the_elements_of_the_slices(sources, targets):
     """Every element of a half arrives in the half of the target that its place in the whole is in."""
     found = pieces(120, sources=sources, targets=targets, parts=2)
@@ -46,13 +47,13 @@ def test_halves_of_slices_have_the_elements_of_the_slices(sources, targets):
     assert {piece.back() for piece in found} == set(pieces(120, sources=targets, targets=sources, parts=2))
 
 
-@pytest.mark.parametrize(("sources", "targets"), COUNTS)
+@for_each(("sources", "targets"), COUNTS)
 def test_gradients_go_the_same_way_back(sources, targets):
     there = pieces(60, sources=sources, targets=targets)
     assert {piece.back() for piece in there} == set(pieces(60, sources=targets, targets=sources))
 
 
-@pytest.mark.parametrize(("sources", "targets"), COUNTS)
+@for_each(("sources", "targets"), COUNTS)
 def test_a_copy_comes_from_one_rank_that_sends_samples_anyway(sources, targets):
     copies = pieces(None, sources=sources, targets=targets)
     assert [copy.target for copy in copies] == list(range(targets))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from auto3d.schedule import build_schedule
 from auto3d.schedule.check import ScheduleError, check
 from auto3d.schedule.operation import BACKWARDS, Kind, Operation, Schedule
+from tests.each import for_each
 from tests.schedule.samples import BY_RULE, SYNC, by_hand, least_micro_batches, options_of, schedules, sizes
 from tests.soak import soak
 
@@ -23,7 +24,7 @@ def test_right_at_many_sizes(name, devices):
 
 
 @pytest.mark.parametrize("name", BY_RULE)
-@pytest.mark.parametrize("devices", range(1, 5))
+@for_each("devices", range(1, 5))
 def test_right_at_every_small_size(name, devices):
     for schedule in schedules(name, devices, list(range(1, 4 * devices + 1))):
         check(schedule)

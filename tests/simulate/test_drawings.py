@@ -20,6 +20,7 @@ from auto3d.simulate.draw_terminal import draw_terminal
 from auto3d.simulate.pipelining_csv import pipelining_csv
 from auto3d.simulate.simulate import Timeline, simulate
 from auto3d.simulate.trace import trace
+from tests.each import for_each
 from tests.schedule.samples import BY_RULE
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -38,7 +39,7 @@ def computing(schedule: Schedule) -> list[Operation]:
 
 
 @pytest.mark.parametrize("name", BY_RULE)
-@pytest.mark.parametrize("times", [{}, {"sync": 2, "p2p": 0.25, "update": 1}, {"forward": 0}])
+@for_each("times", [{}, {"sync": 2, "p2p": 0.25, "update": 1}, {"forward": 0}])
 def test_svg_has_one_cell_per_operation_and_one_line_per_sync(name, times):
     timeline = timeline_of(name, times=times)
     root = ElementTree.fromstring(draw_svg(timeline))
@@ -118,7 +119,7 @@ def test_terminal_shows_slices_where_their_letters_fit():
 
 
 @pytest.mark.parametrize("name", BY_RULE)
-@pytest.mark.parametrize("width", [24, 80, 200])
+@for_each("width", [24, 80, 200])
 def test_terminal_rows_fit(name, width):
     for times in ({}, {"p2p": 0.013, "sync": 1}, {"forward": 0}):
         timeline = timeline_of(name, micro_batches=12, times=times)
@@ -139,7 +140,7 @@ def test_terminal_has_a_character_per_unit_where_that_fits():
 
 
 @pytest.mark.parametrize("name", BY_RULE)
-@pytest.mark.parametrize("overlap", [True, False])
+@for_each("overlap", [True, False])
 def test_trace(name, overlap):
     timeline = timeline_of(name, times={"p2p": 0.5, "sync": 1, "overlap": overlap})
     events = json.loads(json.dumps(trace(timeline, seconds_per_unit=1e-3)))["traceEvents"]

@@ -8,6 +8,7 @@ from auto3d.schedule.in_flight import in_flight, peak_activations
 from auto3d.schedule.weight_versions import weight_copies
 from auto3d.simulate.costs import uniform
 from auto3d.simulate.simulate import simulate
+from tests.each import for_each
 from tests.schedule.samples import BY_RULE
 from tests.simulate.held_bytes import Sizes, bytes_over_time
 
@@ -23,7 +24,7 @@ def sizes(schedule, *, activations=0.0, kept=0.0, weights=0.0) -> Sizes:
 
 
 @pytest.mark.parametrize("name", BY_RULE)
-@pytest.mark.parametrize(("depth", "micro_batches"), [(2, 2), (4, 4), (4, 10), (6, 13)])
+@for_each(("depth", "micro_batches"), [(2, 2), (4, 4), (4, 10), (6, 13)])
 def test_peaks_are_the_counts(name, depth, micro_batches):
     schedule = build_schedule(name, devices=depth, micro_batches=micro_batches)
     timeline = simulate(schedule, uniform(schedule))

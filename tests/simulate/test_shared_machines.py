@@ -8,6 +8,7 @@ import pytest
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.simulate.costs import SharedMachine, uniform
 from auto3d.simulate.simulate import simulate
+from tests.each import for_each
 from tests.schedule.samples import BY_RULE
 from tests.simulate.random_schedules import random_costs, random_schedule
 
@@ -16,7 +17,7 @@ def sharing(slowdown, devices):
     return (SharedMachine(slowdown=slowdown, processes=(1,) * devices),)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@for_each("seed", range(100))
 def test_without_slowdown_nothing_changes(seed):
     chance = random.Random(seed)
     schedule = random_schedule(chance)

@@ -14,6 +14,7 @@ from auto3d.simulate.costs import Costs, MessageCost, SharedMachine, uniform
 from auto3d.simulate.critical_path import count, critical_numbers, critical_path
 from auto3d.simulate.idle import bubble_ratio, busy, idle, idle_within, steady_state
 from auto3d.simulate.simulate import Timeline, simulate
+from tests.each import for_each
 from tests.schedule.samples import BY_RULE
 from tests.simulate.random_schedules import random_costs, random_schedule
 from tests.simulate.reference import reference_times
@@ -38,7 +39,7 @@ def by_place(timeline: Timeline) -> dict[tuple[int, int], tuple[float, float]]:
     }
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@for_each("seed", SEEDS)
 def test_equal_to_the_reference(seed):
     schedule, costs = random_case(seed)
     found, wanted = by_place(simulate(schedule, costs)), reference_times(schedule, costs)
@@ -55,10 +56,10 @@ def with_inputs(seed: int) -> tuple[Schedule, Costs]:
     return schedule, replace(costs, inputs=tuple(times))
 
 
-WITH_INPUTS = [seed for seed in range(SUMS_COST, 400) if any(with_inputs(seed)[1].inputs)]
+WITH_INPUTS = [*range(SLICED), *range(SUMS_COST, 400)]
 
 
-@pytest.mark.parametrize("seed", [*range(200), *WITH_INPUTS])
+@for_each("seed", WITH_INPUTS)
 def test_messages_of_inputs_are_those_of_the_reference(seed):
     """Also where a machine that slows nobody has the events of the slower way."""
     schedule, costs = with_inputs(seed)
@@ -72,7 +73,7 @@ def test_messages_of_inputs_are_those_of_the_reference(seed):
 
 
 def test_messages_of_inputs_change_some_timelines():
-    cases = [with_inputs(seed) for seed in (*range(200), *WITH_INPUTS)]
+    cases = [with_inputs(seed) for seed in WITH_INPUTS]
     later = [
         simulate(schedule, costs).makespan > simulate(schedule, replace(costs, inputs=())).makespan
         for schedule, costs in cases
@@ -93,7 +94,7 @@ def test_random_cases_have_what_the_simulator_knows():
     assert any(len(o.micro_batches) > 1 for schedule, _ in cases for row in schedule.operations for o in row)
 
 
-@pytest.mark.parametrize("seed", range(SUMS_COST))
+@for_each("seed", range(SUMS_COST))
 def test_times_of_single_operations_replace_those_of_stages(seed):
     schedule, costs = random_case(seed)
     wanted = simulate(schedule, costs)
@@ -103,7 +104,7 @@ def test_times_of_single_operations_replace_those_of_stages(seed):
     assert found.syncs == wanted.syncs
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@for_each("seed", SEEDS)
 def test_what_holds_of_any_timeline(seed):
     schedule, costs = random_case(seed)
     timeline = simulate(schedule, costs)
@@ -118,7 +119,7 @@ def test_what_holds_of_any_timeline(seed):
     assert timeline.makespan == max([*timeline.end, *(sync.end for sync in timeline.syncs)])
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@for_each("seed", SEEDS)
 def test_the_critical_path_has_no_slack(seed):
     """On the path from 0 to the makespan, each operation starts when the previous one, or its message, has ended."""
     schedule, costs = random_case(seed)

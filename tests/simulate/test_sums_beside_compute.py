@@ -3,6 +3,7 @@
 import random
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -15,6 +16,7 @@ from auto3d.simulate.draw_terminal import draw_terminal
 from auto3d.simulate.idle import busy
 from auto3d.simulate.simulate import simulate
 from auto3d.simulate.work import lay_out
+from tests.each import for_each
 from tests.simulate.random_schedules import random_costs, random_schedule
 from tests.simulate.reference import reference_times
 from tests.simulate.test_simulate import by_hand, by_place
@@ -27,9 +29,8 @@ def random_case(name: str, sync: str, seed: int) -> tuple[Schedule, Costs]:
     return schedule, random_costs(chance, schedule, sums_cost=True)
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("sync", ["lazy", "eager", "eager-opt"])
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "chimera", "pipedream"])
+@for_each(("sync", "seed"), [*product(("lazy", "eager", "eager-opt"), range(8))])
 def test_schedules_are_equal_to_the_reference(name, sync, seed):
     schedule, costs = random_case(name, sync, seed)
     found, wanted = by_place(simulate(schedule, costs)), reference_times(schedule, costs)
@@ -93,7 +94,7 @@ def test_a_sum_without_time_has_no_start_and_that_of_several_pipes_has_one():
         assert sum(busy(timeline)) - sum(busy(plain)) == pytest.approx(0.25 * 2 * starts)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@for_each("seed", range(150))
 def test_times_only_grow(seed):
     """So what is a lower bound without these costs is one with them."""
     chance = random.Random(seed)
@@ -107,7 +108,7 @@ def test_times_only_grow(seed):
         assert sum(busy(timeline)) >= sum(busy(plain))
 
 
-@pytest.mark.parametrize("seed", range(100))
+@for_each("seed", range(100))
 def test_a_machine_that_slows_nobody_changes_nothing(seed):
     chance = random.Random(seed)
     schedule = random_schedule(chance)
