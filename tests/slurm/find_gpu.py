@@ -6,7 +6,7 @@ import torch
 
 from auto3d.runtime.process.joined import joined_world
 from auto3d.runtime.process.rank_devices import RankDevice, gather_rank_devices
-from auto3d.runtime.process.world import join
+from auto3d.runtime.process.world import join, leave
 from launch.run.devices import visible_devices
 
 world, names = joined_world(), visible_devices()
@@ -14,4 +14,5 @@ torch.cuda.device_count = lambda: len(names)  # a torch without CUDA would count
 own = names[world.device("cuda").index]
 join(world, device=torch.device("cpu"), timeout_s=60)
 gather_rank_devices(RankDevice(socket.gethostname(), own, "a GPU"), timeout_s=60)
-print(socket.gethostname(), world.local_rank, own)
+print(socket.gethostname(), world.local_rank, own, flush=True)
+leave()
