@@ -21,7 +21,7 @@ from auto3d.tensor.operations import calls_of
 from auto3d.tensor.rules import RULES, slices
 from auto3d.tensor.rules.call import Call, Inner, Rule, Way
 from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, Split, TensorPlacement, split_along
-from tests.soak import soak
+from tests.each import for_each
 from tests.tensor.one_call import ways_of_call
 
 aten = torch.ops.aten
@@ -415,8 +415,7 @@ SLOW = [number for number, (_, ranks) in enumerate(CASES) if ranks > 3]  # three
 FAST = [number for number in range(len(CASES)) if number not in SLOW]
 
 
-@pytest.mark.parametrize("number", [*FAST, *soak(*SLOW)], ids=lambda n: f"{n}-{CASES[n][0].operator}-{CASES[n][1]}")
-def test_every_way_is_true(number):
+def every_way_is_true(number: int) -> None:
     example, ranks = CASES[number]
     torch.manual_seed(number)
     called, tensors, rule, ways = ways_of(example, ranks)
@@ -425,6 +424,10 @@ def test_every_way_is_true(number):
     for way in ways:
         check_sizes(called, way)
         check(called, rule, way, tensors, ranks)
+
+
+test_every_way_is_true = for_each("number", FAST)(every_way_is_true)
+test_every_way_on_more_ranks_is_true = pytest.mark.soak(for_each("number", SLOW)(every_way_is_true))
 
 
 NEVER_WHOLE = {
