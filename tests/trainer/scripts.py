@@ -10,6 +10,7 @@ from typing import Any
 from auto3d import init
 from auto3d.runtime.process.world import World
 from auto3d.trainer import setup
+from tests.trainer.captures import share_captures
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -53,6 +54,7 @@ def run_script(world: World, script: Path, folder: Path, port: int | None) -> di
 
 def begin(world, folder, port, *, ours=True, **degrees):
     """Be a rank that works in ``folder``; of a pipeline over all ranks unless ``degrees`` say more."""
+    share_captures()
     as_rank(world, port)
     os.chdir(folder)
     if ours:
