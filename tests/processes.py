@@ -28,8 +28,10 @@ class ProcessPool:
     def __init__(
         self, size: int, *, start: Literal["fork", "spawn"] = "fork", begin: Callable[[int], None] | None = None
     ) -> None:
-        """``begin(rank)`` runs first in each process. With ``start="spawn"`` ranks inherit nothing: they import and
-        capture for themselves, as ranks on a GPU must whose parent has run a backward.
+        """At most ``size`` ranks, forked as a case needs them; ``begin(rank)`` runs first in each process.
+
+        With ``start="spawn"`` ranks inherit nothing: they import and capture for themselves, as ranks on a GPU must
+        whose parent has run a backward.
         """
         self._start: Literal["fork", "spawn"] = start
         self._begin = begin
@@ -44,7 +46,7 @@ class ProcessPool:
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What ``function`` returned on each of ``size`` ranks; an exception on one is raised here."""
         self._cases += 1
-        self._fork_if_needed()
+        self._fork_if_needed(size)
         self._in_step = False
         meeting_point = f"file://{self._folder.name}/{self._cases}"
         for rank, pipe in enumerate(self._pipes[:size]):
@@ -69,14 +71,14 @@ class ProcessPool:
         self._end()
         self._folder.cleanup()
 
-    def _fork_if_needed(self) -> None:
+    def _fork_if_needed(self, size: int) -> None:
+        assert size <= self._size
         captures = num_captures()
-        if self._in_step and (captures == self._captures or self._start == "spawn"):
-            return
-        self._end()
-        self._captures = captures
+        if not self._in_step or (captures != self._captures and self._start == "fork"):
+            self._end()
+            self._captures = captures
         context = multiprocessing.get_context(self._start)
-        for rank in range(self._size):
+        for rank in range(len(self._processes), size):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there, os.getpid(), rank, self._begin), daemon=True)
             process.start()
