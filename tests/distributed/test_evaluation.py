@@ -238,6 +238,8 @@ def evaluate_rank(world: World, case: Case, plan: Plan, samples: int) -> dict:
     try:
         training = Training(captured(case.model, samples_at_once(plan)), plan, settings, Labelled(), world)
         for name, (data, arguments) in calls.items():
+            if name == "unknown" and world.rank:
+                continue  # a capture that fails is tried in several ways, and ends before ranks meet
             try:
                 found[name] = evaluate(training, data, **arguments)
             except InputError as error:
@@ -252,6 +254,7 @@ def test_a_last_batch_in_part_targets_that_are_ignored_and_predictions(processes
     plan = plan_of(case)
     capture_before_forks(replace(case, outputs=()), plan)
     capture_before_forks(case, plan, loss=False)
+    captured(case.model, samples_at_once(plan)).in_evaluation(("loss",))  # what the ranks look at and refuse
     samples = plan.global_batch + 2 * samples_at_once(plan) + 1
     ranks = processes.run(plan.ranks, evaluate_rank, case, plan, samples)
     seed_all(plan.seed)
@@ -260,6 +263,7 @@ def test_a_last_batch_in_part_targets_that_are_ignored_and_predictions(processes
     everything = Labelled().micro_batches(BatchSlice(seed=plan.seed, global_batch=samples, micro_batch_size=samples))
     with torch.no_grad():
         expected = module(**everything.read(0, 0, ("input_ids", "labels")).inputs)
+    assert "gives no output answers" in ranks[0]["unknown"]
     for found in ranks:
         assert found["all"].loss == pytest.approx(expected["loss"].item(), rel=1e-5)
         assert np.isfinite(found["all"].losses).all()
@@ -269,5 +273,4 @@ def test_a_last_batch_in_part_targets_that_are_ignored_and_predictions(processes
         assert "labels of later ones" in found["padded"]
         assert "0 samples" in found["no samples"]
         assert "neither a loss nor outputs" in found["nothing"]
-        assert "gives no output answers" in found["unknown"]
         assert "one entry per sample" in found["not per sample"]

@@ -19,6 +19,13 @@ def eight() -> Iterator[ProcessPool]:
         yield pool
 
 
+@pytest.fixture
+def plan(request: pytest.FixtureRequest, cell: TensorCell) -> Plan:
+    """The plan of ``cell``, made together with those of the other cells of its model that this session runs."""
+    items = [item for item in request.session.items if getattr(item, "originalname", "") == request.node.originalname]
+    return plans_of(cell.model, tuple(item.callspec.params["cell"] for item in items))[cell]
+
+
 def assert_equals_one_process(pool: ProcessPool, cell: TensorCell, plan: Plan) -> None:
     assert plan.split, "nothing is split"
     ranks = pool.run(plan.ranks, run_rank, cell.model, plan, SGD)
@@ -27,17 +34,17 @@ def assert_equals_one_process(pool: ProcessPool, cell: TensorCell, plan: Plan) -
 
 
 @pytest.mark.parametrize("cell", sample(), ids=str)
-def test_sample_of_the_grid(eight, cell):
-    assert_equals_one_process(eight, cell, plans_of(cell.model, sample())[cell])
+def test_sample_of_the_grid(eight, cell, plan):
+    assert_equals_one_process(eight, cell, plan)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("cell", pairwise(), ids=str)
-def test_pairwise_cover_of_the_grid(eight, cell):
-    assert_equals_one_process(eight, cell, plans_of(cell.model, pairwise())[cell])
+def test_pairwise_cover_of_the_grid(eight, cell, plan):
+    assert_equals_one_process(eight, cell, plan)
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("cell", whole(), ids=str)
-def test_whole_grid(eight, cell):
-    assert_equals_one_process(eight, cell, plans_of(cell.model, whole())[cell])
+def test_whole_grid(eight, cell, plan):
+    assert_equals_one_process(eight, cell, plan)
