@@ -123,8 +123,9 @@ def begin() -> None:
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[ProcessPoolExecutor]:
-    """A separate process, since the stand-ins for CUDA stay in it and autograd starts device threads only once."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=begin) as pool:
+    """A separate process, since the stand-ins for CUDA stay in it and autograd starts device threads only once. It is
+    forked from the one of conftest.py that has only imported, and so has started none."""
+    with ProcessPoolExecutor(1, mp_context=get_context("forkserver"), initializer=begin) as pool:
         yield pool
 
 
