@@ -1,30 +1,38 @@
-"""How a script ends, that no launcher started: its exit code, its last line, and what it leaves behind."""
+"""How a script ends, that torchrun or no launcher started: its exit code, its last line, and what it leaves behind."""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.soak import soak
+from tests.trainer.scripts import free_port
 
 SCRIPT = """
 import sys, threading, time
 import auto3d
-from tests.trainer import small
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 def work():
     time.sleep(2)
     print("the thread of the script has ended")
 
-class Ends(small.TrainerCallback):
+class Ends(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         threading.Thread(target=work).start()
         {ends}
 
-auto3d.init(pp=1)
-small.trainer(callbacks=[Ends()], max_steps=2).train()
+auto3d.init(pp={ranks})
+sizes = {{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1}}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))
+args = auto3d.TrainingArguments(output_dir="out", max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True)
+data = [{{"input_ids": [3] * 4, "labels": [3] * 4}}] * 16
+auto3d.Trainer(model=model, args=args, train_dataset=data, callbacks=[Ends()]).train()
 """
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize(
@@ -42,8 +50,8 @@ small.trainer(callbacks=[Ends()], max_steps=2).train()
 def test_a_script_ends_as_python_ends_it(ends, code, last_line, tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    (tmp_path / "script.py").write_text(SCRIPT.format(ends=ends))
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TMPDIR": str(temporary), "HF_HUB_OFFLINE": "1"}
+    (tmp_path / "script.py").write_text(SCRIPT.format(ends=ends, ranks=1))
+    environment = {**ENVIRONMENT, "TMPDIR": str(temporary)}
     command = [sys.executable, "script.py"]
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     assert ended.returncode == code, ended.stderr
@@ -55,3 +63,15 @@ def test_a_script_ends_as_python_ends_it(ends, code, last_line, tmp_path):
         assert lines[-1] == last_line
         assert sum(line.startswith("Traceback") for line in lines) <= 1
     assert not [name for name in os.listdir(temporary) if name.startswith("auto3d-")]
+
+
+def test_a_script_of_torchrun_ends_with_one_line_and_exit_code_2(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT.format(ends="raise auto3d.InputError('a line')", ranks=2))
+    torchrun = Path(sys.executable).parent / "torchrun"
+    command = [torchrun, "--nproc-per-node=2", f"--master-port={free_port()}", "script.py"]
+    ended = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+    lines = [line for line in ended.stderr.splitlines() if "auto3d: " in line]
+    assert [line for line in lines if line == "auto3d: a line"], ended.stderr
+    assert set(lines) <= {"auto3d: a line", "auto3d: rank 1: a line"}, "rank 1's, if torchrun was slow to end it"
+    assert "exitcode  : 2" in ended.stderr, ended.stderr
+    assert ended.stderr.count("Traceback (most recent call last)") == 1, "torchrun's"

@@ -2,11 +2,17 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.trainer.scripts import free_port
+import pytest
+from transformers import set_seed
+
+from auto3d import Trainer, TrainingArguments
+from auto3d.errors import InputError
+from tests.trainer.scripts import begin, free_port
 
 MODEL = """
 import torch
@@ -40,10 +46,33 @@ RECIPE = """
 model: {factory: "model:Model"}
 data: {source: synthetic, inputs: {x: {kind: normal, shape: [4]}}}
 """
+SETTINGS = {"output_dir": "out", "per_device_train_batch_size": 2, "max_steps": 2, "report_to": [], "use_cpu": True}
 WITHOUT = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
 
 
-def test_ranks_whose_programs_differ_are_refused(tmp_path: Path):
+def differing(world, folder, port):
+    """The error of ranks that go through the names of a set in two orders, as under two hash seeds."""
+    begin(world, folder, port)
+    names = ", ".join(repr(name) for name in sorted("abcdef", reverse=bool(world.rank)))
+    file = folder / f"model_{world.rank}.py"
+    file.write_text(MODEL.replace("set(self.scales)", f"({names})"))
+    model = runpy.run_path(str(file), run_name="model")["Model"]
+    set_seed(0)
+    data = [{"x": [1.0, 2.0, 3.0, float(sample)]} for sample in range(8)]
+    with pytest.raises(InputError) as caught:
+        Trainer(model=model(), args=TrainingArguments(**SETTINGS), train_dataset=data).train()
+    return str(caught.value)
+
+
+def test_ranks_whose_programs_differ_are_refused(processes, tmp_path: Path):
+    for line in processes.run(2, differing, tmp_path, free_port()):
+        assert "rank 0 and rank 1; where it goes through a set of strings, let it sort them, or start all" in line
+        assert "PYTHONHASHSEED=0" in line
+        assert "\n" not in line
+
+
+@pytest.mark.soak  # test_ranks_whose_programs_differ_are_refused has the same two programs without a hash seed
+def test_ranks_of_two_hash_seeds_are_refused(tmp_path: Path):
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "script.py").write_text(SCRIPT)
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
