@@ -161,7 +161,7 @@ def _run_eager(captured: CapturedModel, model: nn.Module, batch: Mapping[str, to
     loss.backward()
     return Computed(
         loss.detach(),
-        {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
+        {name: None if p.grad is None else p.grad.to_dense().clone() for name, p in model.named_parameters()},
         {name: buffer.clone() for name, buffer in buffers_of(model).items()},
     )
 

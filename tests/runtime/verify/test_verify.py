@@ -32,6 +32,21 @@ def test_a_model_that_asks_whether_it_is_traced_gets_the_answer_no():
     check(capture(paligemma, TEXT.input_specs(), 2), TEXT)
 
 
+class Sparse(nn.Module):
+    """A model whose module has sparse gradients, and whose program has those of all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, 4, sparse=True), nn.Linear(4, 2)
+
+    def forward(self, input_ids, labels):
+        return nn.functional.cross_entropy(self.head(self.embed(input_ids)).flatten(0, 1), labels.flatten() % 2)
+
+
+def test_sparse_gradients_equal_those_of_all_rows():
+    check(capture(Sparse, TEXT.input_specs(), 2), TEXT)
+
+
 PLACE = "test_verify.py, line"
 
 
