@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import isfinite
+from math import isfinite, nan
 from time import perf_counter
 
 import torch
@@ -313,12 +313,12 @@ class Executor:
         self._inputs.check(iteration, total.read, where=where, timeout_s=self._run_ahead.timeout_s)
         fraction = self._fraction(total, iteration + 1)
         assert total.grad_norm is not None
-        divisor = fraction * self._loss_scale.value
+        divisor = (fraction or 1.0) * self._loss_scale.value  # without a target, all gradients are 0
         if self._loss_scale.is_used:
             self._skips = not isfinite(total.grad_norm)
             self._loss_scale.update(finite=not self._skips)
         norm = None if self._skips else total.grad_norm / divisor
-        return replace(total, loss=total.loss / fraction, grad_norm=norm), 1 / divisor
+        return replace(total, loss=total.loss / fraction if fraction else nan, grad_norm=norm), 1 / divisor
 
     def _late(self, total: Total) -> Total:
         """``total`` of the next iteration of an asynchronous program, if nothing is to be divided."""

@@ -31,7 +31,13 @@ def lengths_of(data: CollatedData, padding: Padding) -> np.ndarray | None:
     lengths = _column_lengths(data.dataset, padding)
     if lengths is not None:
         tried = sorted({0, int(lengths.argmin()), int(lengths.argmax())})
-        if [_length(data, padding, place) for place in tried] != lengths[tried].tolist():
+        found = {place: _length(data, padding, place) for place in tried}
+        if not lengths.min() and found[int(lengths.argmin())] is None:
+            raise InputError(
+                f"train_dataset or eval_dataset: sample {lengths.argmin()} has no tokens as its {padding.main}, and no "
+                "batch can be made of it; leave it out"
+            )
+        if [*found.values()] != lengths[tried].tolist():
             lengths = None  # the collator cuts, or adds tokens
     if lengths is None:
         _check_draws_none(data, padding)
@@ -75,11 +81,12 @@ def _column_lengths(dataset: Any, padding: Padding) -> np.ndarray | None:
     elif padding.main in (getattr(dataset, "column_names", None) or ()) and hasattr(dataset, "with_format"):
         present = [name for name in names if name in dataset.column_names]
         plain = dataset.with_format("numpy", columns=present)
-        rows = (row for batch in plain.iter(1000) for row in zip(*(batch[name] for name in present), strict=True))
+        columns = ([batch[name] for name in present] for batch in plain.iter(1000))
+        rows = ([value for value in row if value is not None] for batch in columns for row in zip(*batch, strict=True))
     else:
         return None
     try:
-        return np.array([max(len(value) for value in row) for row in rows])
+        return np.array([max(map(len, row), default=0) for row in rows])
     except TypeError:  # a number has no length
         return None
 

@@ -857,11 +857,12 @@ class Trainer(transformers.Trainer):
     # Between this rank and the others
 
     def _add_loss(self, loss: float) -> None:
-        """Add the loss of an iteration to the sum since the last log, as transformers does."""
-        if self.args.logging_nan_inf_filter and not math.isfinite(loss):
-            self._tr_loss += self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
-        else:
+        """Add the loss of an iteration to the sum since the last log, as transformers does, there by micro-batches."""
+        if not self.args.logging_nan_inf_filter or math.isfinite(loss):
             self._tr_loss += loss
+            return
+        for _ in range(self.current_gradient_accumulation_steps):
+            self._tr_loss += self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
 
     def _flos_of_one(self, inputs: Mapping[str, InputSpec]) -> int:
         """FLOPs that transformers counts for a sample."""

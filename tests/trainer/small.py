@@ -155,6 +155,12 @@ def ignoring(tokens):
     return samples
 
 
+def without_labels(samples, positions):
+    for position in positions:
+        samples[position]["labels"].fill_(-100)
+    return samples
+
+
 def faulty(samples, position, row):
     samples[position] = row
     return samples
@@ -343,6 +349,7 @@ MODELS = {  # losses that are means of several things over micro-batches that di
     "another ignored label": lambda: (Labels(lambda labels: labels, 0), with_labels(rows(14))),
     "no count": lambda: (Tagger(), ignoring(rows(12))),
     "a count": lambda: (llama(), ignoring(rows(12))),
+    "a batch without labels": lambda: (llama(), without_labels(with_labels(rows(12)), range(4, 8))),
     "experts": lambda: (mixture(), with_labels(rows(11))),  # an epoch ends with micro-batches of 2 and 1
     "a count of all labels": lambda: (gpt2(), ignoring(rows(12))),
     "a sum": lambda: (BertForTokenClassification(BertConfig(**SIZES, **UNDROPPED, num_labels=64)), ignoring(rows(14))),
@@ -691,6 +698,8 @@ def trainers(make, names, **arguments):
         model, data = MODELS[name]()
         evaluated = 2 if name in ("a teacher", "experts") else 4  # their losses depend on who is in a batch
         options = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": evaluated}
+        if name == "a batch without labels":  # the second one
+            options |= {"train_sampling_strategy": "sequential", "logging_steps": 3}
         yield name, (make or trainer)(model, data, max_steps=5, eval_dataset=data[:8], **options | arguments)
 
 

@@ -169,6 +169,15 @@ def test_a_sample_that_cannot_be_read_is_named_where_others_differ_in_length():
     assert lengths_of(of(Broken(tagged([4, 4, 4, 4])), padded), PADDING) is None
 
 
+@pytest.mark.parametrize("kind", [list, Dataset.from_list])
+@pytest.mark.parametrize("nothing", [None, []], ids=str)
+def test_a_sample_without_tokens_is_named(kind, nothing):
+    samples = tagged([4, 4, 4, 4])
+    samples[2] = {"input_ids": nothing, "labels": nothing}
+    with pytest.raises(InputError, match="sample 2 has no tokens as its input_ids"):
+        lengths_of(of(kind(samples), transformers.default_data_collator), PADDING)
+
+
 def test_a_collator_that_does_not_pad_is_named_with_the_samples():
     def collate(samples):
         return {"input_ids": torch.stack([torch.tensor(each["input_ids"]) for each in samples])}

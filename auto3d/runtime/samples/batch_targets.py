@@ -32,7 +32,7 @@ class BatchTargets:
 
         ``counts`` has the number of targets of each term, and then that of items if they count. ``is_updated`` says
         whether the update did not wait for it. The global batch has the fraction ``present`` of its micro-batches, or
-        of its samples if items count.
+        of its samples if items count. Only where items count in the loss of a model, as in transformers, it may be 0.
 
         Raises InputError if the terms of the loss would need different ones, so that no division of their sum is right,
         or if the update is wrong because it did not wait.
@@ -59,6 +59,8 @@ class BatchTargets:
                 f"({described}), so their micro-batches cannot be weighted by the number of targets; ignore equally "
                 "many targets of each, or none"
             )
+        if not fraction > 0 and self.loss_mean == "items":
+            return 0.0
         if not fraction > 0:
             raise InputError(
                 f"iteration {iteration}: all targets of the global batch are ignored ({described}), so the loss is not "
