@@ -20,7 +20,7 @@ class WaitTimeoutError(TimeoutError):
 
 
 class PeerLostError(ConnectionError):
-    """A rank that another one was waiting for is gone."""
+    """A rank that another one was waiting for is gone, or has failed where it was to answer."""
 
 
 class Waiting:

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from auto3d.errors import InputError
-from auto3d.runtime.waiting import waiting_for
+from auto3d.runtime.waiting import PeerLostError, waiting_for
 from auto3d.trainer.setup import setup
 
 Result = TypeVar("Result")
@@ -26,7 +26,7 @@ def first_and_more(names: Sequence[str]) -> str:
 def of_rank_0(make: Callable[[], Result], what: str, *, timeout_s: float) -> Result:
     """Rank 0's ``make()``, on every rank; ``what`` says in an error what the others waited for.
 
-    An error is raised on every rank: an InputError as it is, any other as a RuntimeError elsewhere.
+    An error is raised on every rank: an InputError as it is, any other elsewhere as a PeerLostError.
     """
     answer: list[tuple[Result | None, str, bool]] = [(None, "", False)]
     failure: Exception | None = None
@@ -42,5 +42,6 @@ def of_rank_0(make: Callable[[], Result], what: str, *, timeout_s: float) -> Res
         raise failure
     result, problem, is_of_user = answer[0]
     if problem:
-        raise InputError(problem.partition(": ")[2]) if is_of_user else RuntimeError(f"rank 0 failed {what}: {problem}")
+        of_rank = InputError(problem.partition(": ")[2]), PeerLostError(f"rank 0 failed {what}: {problem}")
+        raise of_rank[not is_of_user]
     return result  # type: ignore[return-value]  # None only if that is the result

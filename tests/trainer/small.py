@@ -1040,7 +1040,18 @@ FOUND_IN_TRAINING = (  # a step was right before what cannot be followed
     "a callback writes on one rank",
 )
 
-ENDINGS = {"a rank raises": (lambda: trainer(callbacks=[Raises()]), "OSError: no space left")}
+def failing(_):
+    raise KeyError("score")
+
+
+ENDINGS = {  # one rank's error, and that rank
+    "a rank raises": (lambda: trainer(callbacks=[Raises()]), "OSError: no space left", 1),
+    "metrics fail": (
+        lambda: trainer(eval_dataset=with_labels(rows(8)), metrics=failing, **AT_THE_END),
+        "KeyError: 'score'",
+        0,
+    ),
+}
 
 
 if __name__ == "__main__":
