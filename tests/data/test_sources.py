@@ -198,6 +198,8 @@ def test_an_own_dataset_gives_its_columns(tmp_path, monkeypatch):
         "    def __getitem__(self, i):\n        reads.append(i)\n"
         "        return {'image': np.full((2, 3), i / 4, np.float32), 'label': -100 if i == 3 else i}\n"
         "def make(size): return Ours()\ndef wrong(): return 7\n"
+        "def nothing(): return [None] * 10\ndef pairs(): return [(1, 2)] * 10\n"
+        "def ragged(): return [{'image': [[1.0], [2.0, 3.0]]}] * 10\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     image = InputField(kind="column", column="image", shape=(2, 3), dtype_name="float32")
@@ -214,6 +216,9 @@ def test_an_own_dataset_gives_its_columns(tmp_path, monkeypatch):
         ({"inputs": {"labels": replace(label, shape=(2,))}}, r"shape \[\] of int64; it takes \[2\] of int64"),
         ({"inputs": {"labels": replace(label, column="none")}}, "lacks it; it has image, label"),
         ({"inputs": {"p": replace(image, dtype_name="int64")}}, r"shape \[2, 3\] of float32; it takes"),
+        ({"source": "ours:nothing", "arguments": {}}, "sample 0 of ours:nothing is a NoneType; it takes a mapping"),
+        ({"source": "ours:pairs", "arguments": {}}, "sample 0 of ours:pairs is a tuple; it takes a mapping from names"),
+        ({"source": "ours:ragged", "arguments": {}}, "sample 0 of ours:ragged has rows of different lengths"),
         ({"arguments": {}}, "TypeError: make"),
         ({"source": "ours:wrong", "arguments": {}}, "no dataset with a length: TypeError"),
         ({"source": "ours:none"}, "cannot be imported: AttributeError"),

@@ -1040,6 +1040,7 @@ FOUND_IN_TRAINING = (  # a step was right before what cannot be followed
     "a callback writes on one rank",
 )
 
+
 def failing(_):
     raise KeyError("score")
 

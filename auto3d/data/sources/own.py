@@ -72,6 +72,11 @@ class OwnDataset:
             value = np.asarray(content[name])
         except KeyError:
             raise DataError(f"{where} lacks it; it has {', '.join(map(str, content))}") from None
+        except (TypeError, IndexError):
+            problem = f"is a {type(content).__name__}; it takes a mapping from names to values"
+            raise DataError(f"sample {sample} of {self._source} {problem}, as for column {name}") from None
+        except ValueError:
+            raise DataError(f"{where} has rows of different lengths; it takes {list(field.shape)}") from None
         if value.shape != field.shape or value.dtype.kind not in _TYPES[field.dtype_name]:
             found = f"shape {list(value.shape)} of {value.dtype}"
             raise DataError(f"{where} has {found}; it takes {list(field.shape)} of {field.dtype_name}")
