@@ -403,6 +403,11 @@ def check_shapes(batch: Mapping[str, torch.Tensor], shapes: Mapping[str, InputSp
         )
     for name, spec in shapes.items():
         found, wanted = tuple(batch[name].shape), (samples, *spec.shape)
+        if found[:1] != (samples,) and found[1:] == wanted[1:]:
+            raise InputError(
+                f"data_collator: it made {name} with {found[0]} rows of {samples} samples; a pipeline needs one for "
+                "each: leave out of the dataset what the collator drops"
+            )
         if found != wanted or batch[name].dtype != spec.dtype:
             raise InputError(
                 f"data_collator: {name} has shape {list(found)} and type {batch[name].dtype}; the first batch says "

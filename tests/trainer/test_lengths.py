@@ -186,6 +186,15 @@ def test_a_collator_that_does_not_pad_is_named_with_the_samples():
         lengths_of(of(tagged([4, 9, 2]), collate), PADDING)
 
 
+def test_a_collator_that_drops_a_sample_is_named():
+    def collate(samples):
+        return {"input_ids": torch.tensor([each["input_ids"] for each in samples if each is not None])}
+
+    data = CollatedData(dataset=[*tagged([4] * 3), None], collate=collate, order=InOrder(4, 2)).with_shapes()
+    with pytest.raises(InputError, match="made input_ids with 1 rows of 2 samples; a pipeline needs one for each"):
+        data.check([2, 3])
+
+
 class Sequences(torch.nn.Module):
     """Scores of a decoder's tokens and of the encoder's, and one number of each sample."""
 
