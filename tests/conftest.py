@@ -2,7 +2,6 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
-from multiprocessing import get_context, set_forkserver_preload
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -15,11 +14,11 @@ import pytest
 import torch
 import transformers
 
-from launch.model import capture_process
 from launch.run.devices import hide_devices
 from tests import workers
 from tests.processes import ProcessPool
-from tests.promises.preloaded import IMPORTED
+from tests.promises.preloaded import divert
+from tests.promises.running import PROGRAMS, preloaded
 from tests.soak import mark_further_cases
 
 for name in [name for name in os.environ if name.startswith("SLURM_")]:  # a cluster's, to which tests would submit
@@ -27,8 +26,7 @@ for name in [name for name in os.environ if name.startswith("SLURM_")]:  # a clu
 gc.disable()  # until all tests are collected: what is imported stays
 torch.set_num_threads(1)  # before anything runs: the pool forks this process
 hide_devices()  # the pool forks ranks for CPUs
-set_forkserver_preload([*IMPORTED])
-capture_process.CONTEXT = get_context("forkserver")  # one process imports torch, and is forked for each that captures
+divert(lambda: preloaded(PROGRAMS))
 transformers.logging.set_verbosity_error()
 hypothesis.settings.register_profile(  # other workers of `make test` make an example slow
     "auto3d", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

@@ -1,3 +1,5 @@
+import fcntl
+import os
 import subprocess
 import sys
 import sysconfig
@@ -13,9 +15,22 @@ TORCHRUN = "#!{python}\nfrom torch.distributed.run import main\n\nmain()\n"
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment with this tree's wheel and all packages of this one, but without the clone."""
-    source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def wheel(own_cache: None) -> Path:
+    """The programs of an environment with this tree's wheel and all packages of this one, but without the clone.
+
+    All workers share it.
+    """
+    folder = Path(os.environ["AUTO3D_CACHE"]).with_name("wheel")
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "complete").exists():
+            install_wheel(folder / "source", folder / "made", folder / "environment")
+            (folder / "complete").touch()
+    return folder / "environment/bin"
+
+
+def install_wheel(source: Path, made: Path, environment: Path) -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in tracked.splitlines():  # an older build in the clone must not get in
         if (ROOT / name).is_file():
@@ -24,7 +39,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(made), str(source)]
     subprocess.run([*pip, *build], check=True)
-    environment = tmp_path_factory.mktemp("environment")
     venv.create(environment, with_pip=False, symlinks=True)
     python = environment / "bin/python"
     (file,) = made.glob("*.whl")
@@ -34,4 +48,3 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Path(site, "packages.pth").write_text(sysconfig.get_path("purelib"))
     (environment / "bin/torchrun").write_text(TORCHRUN.format(python=python))
     (environment / "bin/torchrun").chmod(0o755)
-    return environment / "bin"

@@ -4,7 +4,6 @@ import os
 import shlex
 import subprocess
 import sys
-from atexit import register
 from collections.abc import Mapping
 from functools import cache as cached
 from pathlib import Path
@@ -17,11 +16,7 @@ PROGRAMS = Path(sys.executable).parent
 TIMEOUT_S = 280
 
 
-@cached
-def preloaded(programs: Path) -> Preloaded:
-    made = Preloaded(programs)
-    register(made.close)
-    return made
+preloaded = cached(Preloaded.of)
 
 
 def run(
@@ -44,8 +39,8 @@ def run(
         environment["AUTO3D_CACHE"] = str(cache)
     words = shlex.split(command.replace("PROGRAMS/", f"{programs}/"), comments=True)
     with TemporaryFile() as output:
-        if words[0] == "auto3d":
-            words[0] = str(programs / "auto3d")
+        if words[0] in ("auto3d", "torchrun"):
+            words[0] = str(programs / words[0])
             ended = preloaded(programs).run(words, folder, environment, output.fileno(), timeout_s)
         else:
             ended = subprocess.run(
