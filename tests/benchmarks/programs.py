@@ -202,10 +202,10 @@ def counts(run: Callable[[], None]) -> Counter[str]:
     return Counter({**calls, "operators": operators, "autograd nodes": nodes})
 
 
-def per_layer(case: Case, of: Callable[[Case, int], Callable[[], None]]) -> dict[str, int]:
-    """Counts of one layer and micro-batch."""
-    more, fewer = counts(of(case, MORE)), counts(of(case, FEWER))
-    return {name: round((more[name] - fewer[name]) / (MORE - FEWER) / MICRO_BATCHES) for name in more}
+def per_layer(case: Case, of: Callable[[Case, int], Callable[[], None]], layers: int = MORE) -> dict[str, int]:
+    """Counts of one layer and micro-batch, from a model of ``layers`` and from that of FEWER."""
+    more, fewer = counts(of(case, layers)), counts(of(case, FEWER))
+    return {name: round((more[name] - fewer[name]) / (layers - FEWER) / MICRO_BATCHES) for name in more}
 
 
 def main(names: list[str]) -> None:

@@ -26,12 +26,14 @@ NAMES = {  # placeholder of a page -> a name that a reader may give
     ".venv/bin/auto3d": "PROGRAMS/auto3d",
     "results/release": f"'{ROOT}/results/release'",
 }
-SHORT = "measure.warmup_iterations=1 measure.iterations=1"
+SHORT = "measure.warmup_iterations=1 measure.iterations=1 training.global_batch=8"
 HERE = f"search.micro_batch_size=[2] launch.executor=local {SHORT}"
 TWO = f"search.dp=[1] search.pp=[1,2] search.tp=[1] search.schedule=[1f1b] {HERE}"
 ONE = TWO.replace("[1,2]", "[2]")
 UNCOMPARED = "training.check_capture=false"  # other commands compare the same captures
-FEW = "training.iterations=4 launch.executor=local"
+TWICE = "training.iterations=2 launch.executor=local"
+FEW = f"{TWICE} {UNCOMPARED}"
+SAVED = f"training.checkpoint_every=1 {FEW}"
 INSTEAD = {  # command -> a smaller one of the same kind
     "auto3d tune tiny": f"auto3d tune tiny {ONE} search.trials=1 prediction.profile=none",
     "auto3d sweep tiny": f"auto3d sweep tiny {TWO}",
@@ -45,32 +47,27 @@ INSTEAD = {  # command -> a smaller one of the same kind
     ),
     "auto3d recompute tiny": f"auto3d recompute tiny {SHORT} {UNCOMPARED}",
     "auto3d sweep emulated": (
-        "auto3d sweep emulated 'search.schedule=[1f1b]' search.pp=[2] cluster.devices_per_node=2 "
-        f"training.global_batch=8 {SHORT}"
+        f"auto3d sweep emulated 'search.schedule=[1f1b]' search.pp=[2] cluster.devices_per_node=2 {SHORT}"
     ),
-    "auto3d train tiny training.checkpoint_every=20": f"auto3d train tiny training.checkpoint_every=2 {FEW}",
-    "auto3d export tiny exported": f"auto3d export tiny exported training.checkpoint_every=2 {FEW}",
+    "auto3d train tiny training.checkpoint_every=20": f"auto3d train tiny {SAVED}",
+    "auto3d export tiny exported": f"auto3d export tiny exported {SAVED}",
     "auto3d train tiny --fresh --trace": f"auto3d train tiny --fresh --trace {FEW}",
-    "auto3d train tiny plan.dp=2 plan.pp=2": f"auto3d train tiny plan.dp=2 plan.pp=2 {FEW}",
+    "auto3d train tiny plan.dp=2 plan.pp=2": f"auto3d train tiny plan.dp=2 plan.pp=2 {TWICE}",
     "torchrun --nproc-per-node=4 .venv/bin/auto3d train tiny plan.dp=2 plan.pp=2": (
-        "torchrun --nproc-per-node=2 .venv/bin/auto3d train tiny plan.pp=2 training.iterations=4"
+        "torchrun --nproc-per-node=2 .venv/bin/auto3d train tiny plan.pp=2 training.iterations=2"
     ),
-    "auto3d train tiny training.checkpoint_every=100": f"auto3d train tiny training.checkpoint_every=2 {FEW}",
-    "auto3d train tiny training.checkpoint_every=100 plan.pp=4": (
-        f"auto3d train tiny training.checkpoint_every=2 {FEW} plan.pp=4"
-    ),
-    "auto3d export tiny out training.checkpoint_every=100": (
-        f"auto3d export tiny out training.checkpoint_every=2 {FEW} plan.pp=4"
-    ),
+    "auto3d train tiny training.checkpoint_every=100": f"auto3d train tiny {SAVED}",
+    "auto3d train tiny training.checkpoint_every=100 plan.pp=4": (f"auto3d train tiny {SAVED} plan.pp=4"),
+    "auto3d export tiny out training.checkpoint_every=100": f"auto3d export tiny out {SAVED} plan.pp=4",
     "auto3d train tiny training.optimizer=muon training.learning_rate=1e-3": (
         f"auto3d train tiny training.optimizer=muon training.learning_rate=1e-3 {FEW}"
     ),
     "auto3d train tiny training.optimizer=schedulefree:AdamWScheduleFree training.learning_rate_schedule=constant": (
         "auto3d train tiny training.optimizer=schedulefree:AdamWScheduleFree training.learning_rate_schedule=constant "
-        f"{FEW} {UNCOMPARED}"
+        f"{FEW}"
     ),
     "auto3d train tiny training.optimizer=prodigyopt:Prodigy training.learning_rate=1": (
-        f"auto3d train tiny training.optimizer=prodigyopt:Prodigy training.learning_rate=1 plan.pp=2 {FEW} {UNCOMPARED}"
+        f"auto3d train tiny training.optimizer=prodigyopt:Prodigy training.learning_rate=1 plan.pp=2 {FEW}"
     ),
     "auto3d profile tiny": "auto3d profile tiny cluster.devices_per_node=1",
     "auto3d profile RECIPE": "auto3d profile tiny cluster.devices_per_node=1",
@@ -80,6 +77,9 @@ INSTEAD = {  # command -> a smaller one of the same kind
     "auto3d plan gpt20b --all": "auto3d plan tiny --all",
     "auto3d plan gpt20b search.simulations=2000": "auto3d plan tiny search.simulations=5",
     "auto3d paper merak-fig10a": "auto3d paper chimera-table3",
+    "auto3d paper merak-fig10a cluster=h100 cluster.nodes=8": (
+        "auto3d paper merak-fig10a cluster=h100 cluster.nodes=1 model.config.n_layer=8 search.pp=[4]"
+    ),
     "auto3d plan tiny 'search.schedule=[1f1b, interleaved-1f1b, zb-v, synthesized]'": (
         "auto3d plan tiny search.dp=[1] search.tp=[1] search.pp=[2] search.micro_batch_size=[2] "
         "'search.schedule=[1f1b, synthesized]' search.order_seconds=1"
