@@ -4,6 +4,9 @@ Each random operation is seeded from (seed of the plan, iteration, micro-batch, 
 all degrees and schedules, and a recomputed forward draws the same numbers as the first one. Replicas of a stage each
 seed their slice of a micro-batch as a micro-batch of its own. The ranks of a tensor-parallel group draw the same
 numbers for a value that all of them have, and each draws numbers of its own for its shard of a split value.
+
+Stages on a CPU draw from torch's own generator, from which a script, its callbacks and its data may draw too, on all
+ranks alike. So that generator is as before after each random operation.
 """
 
 from collections.abc import Callable
@@ -47,11 +50,12 @@ class Randomness:
         else:
             self._generator = torch.default_generator
 
-    def seed(self, operation: int, shard: int | None = None) -> None:
+    def seed(self, operation: int, shard: int | None = None) -> torch.Tensor | None:
         """Seed the generator for operation number ``operation`` of the whole model's Graph.
 
-        With ``shard``, the numbers are this shard's own.
+        With ``shard``, the numbers are this shard's own. Returns what ``restore`` takes after the operation.
         """
+        before = None if self.device.type == "cuda" else self._generator.get_state()
         if self._mixed_for != (self.iteration, self.micro_batch):
             self._mixed_for = self.iteration, self.micro_batch
             later, index = divmod(self.micro_batch, self._micro_batches)
@@ -61,6 +65,12 @@ class Randomness:
                 self._mixed = _mix(self._mixed ^ (number & _MASK))
         mixed = _mix(self._mixed ^ (operation & _MASK))
         self._generator.manual_seed(mixed if shard is None else _mix(mixed ^ (shard & _MASK)))
+        return before
+
+    def restore(self, before: torch.Tensor | None) -> None:
+        """Have the generator as it was ``before`` it was seeded; that of a GPU is the stages' alone."""
+        if before is not None:
+            self._generator.set_state(before)
 
 
 class SeededOperation(nn.Module):
@@ -74,8 +84,11 @@ class SeededOperation(nn.Module):
         self._shard = shard
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._randomness.seed(self._operation, self._shard)
-        return self._target(*args, **kwargs)
+        before = self._randomness.seed(self._operation, self._shard)
+        try:
+            return self._target(*args, **kwargs)
+        finally:
+            self._randomness.restore(before)
 
 
 def _mix(number: int) -> int:

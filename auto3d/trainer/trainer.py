@@ -477,9 +477,7 @@ class Trainer(transformers.Trainer):
             self._pipeline.follow(self.optimizer)
             if isinstance(self._order, Stream):
                 self._order.forget(self.state.global_step)
-            # Stages on a CPU seed torch's own generator; what the script draws from it, such as an order, goes on.
-            with torch.random.fork_rng(devices=(), enabled=args.device.type == "cpu"):
-                _, result = next(self._iterations)
+            _, result = next(self._iterations)
             self._pipeline.trained()
             self._add_loss(result.loss)
             self.current_flos += self._flos_of_sample * len(self._order.of(self.state.global_step))
