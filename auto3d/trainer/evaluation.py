@@ -192,10 +192,10 @@ def _run(training: Training, data: CollatedData, evaluation: Evaluation, kept: S
     assert isinstance(data.order, InOrder)
     global_batch = data.order.global_batch * last // at_once
     end = replace(data, order=replace(data.order, global_batch=global_batch, first=samples - last))
+    before = run(data, samples=samples - last) if samples > last else None
     of_end = run(end, samples=last, at_once=last)
-    if last == samples:
+    if before is None:
         return of_end
-    before = run(data, samples=samples - last)
     return EvaluationResult(
         loss=None,
         outputs={name: torch.cat([value, of_end.outputs[name]]) for name, value in before.outputs.items()},

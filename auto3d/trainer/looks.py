@@ -22,7 +22,7 @@ def may_look(value: Any, words: Iterable[str] = OF_MODEL) -> bool:
     It does if it names one of ``words``, hands on what it is called with by name, or reaches a module.
     """
     names = frozenset(words)
-    for reader in _functions(value):
+    for reader in functions_of(value):
         if not names.isdisjoint(_words(reader.__code__)) or _hands_on(reader.__code__):
             return True
     return bool(reached(value))
@@ -30,14 +30,14 @@ def may_look(value: Any, words: Iterable[str] = OF_MODEL) -> bool:
 
 def words_of(value: Any) -> set[str]:
     """The names and the texts in the script's code of ``value``."""
-    return {word for reader in _functions(value) for word in _words(reader.__code__)}
+    return {word for reader in functions_of(value) for word in _words(reader.__code__)}
 
 
 def reached(value: Any) -> set[nn.Module]:
     """The modules that the code of ``value`` reaches: by its attributes, the global names and the enclosed variables
     that it names."""
     found: set[nn.Module] = set()
-    for reader in _functions(value):
+    for reader in functions_of(value):
         found |= {each for _, each in variables_of(reader) if isinstance(each, nn.Module)}
     words = words_of(value)
     for name, held in getattr(value, "__dict__", {}).items():
@@ -62,7 +62,7 @@ def module_of(value: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _functions(value: Any) -> list[FunctionType]:
+def functions_of(value: Any) -> list[FunctionType]:
     """The script's own functions that run where ``value`` is called or its methods are."""
     found: list[FunctionType] = []
     waiting, seen = [value], set[int]()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,15 +20,17 @@ from auto3d.capture.graph import Graph
 from auto3d.capture.loss_terms import LossTerms, loss_terms
 from auto3d.capture.model import CapturedModel
 from auto3d.data import BatchSlice
-from auto3d.data.drawing import drawing
 from auto3d.data.fingerprint import fingerprints
 from auto3d.data.interface import IGNORED, Incomplete, Lengths, Reading
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.samples.batch_targets import check_filled, check_statistics
 from auto3d.runtime.samples.incomplete_batch import why_not
+from auto3d.runtime.samples.loading import is_compared
 from auto3d.runtime.samples.sizes import why_not_sized
 from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
+from auto3d.trainer.draws import EvaluationDraws, TrainingDraws, draw_seed_of_workers
+from auto3d.trainer.generators import LOCK, PROCESS, Generators, States
 from auto3d.trainer.item_fingerprint import item_fingerprints
 from auto3d.trainer.padding import Padding
 from auto3d.trainer.stream import Stream, numbers_in
@@ -55,8 +56,8 @@ class TrainOrder:
     reads ahead asks too, so an epoch is kept until the next but one begins: a sampler with a state of its own draws
     another order each time. So a training that resumes in an epoch draws those before it, too.
 
-    A sampler that draws from torch's own generator begins at ``state`` of it, which all ranks have: what their stages
-    draw is not the same.
+    A sampler that draws from torch's own generator begins at ``state`` of it, which all ranks have. Where collators and
+    datasets draw too, it goes on from where ``draws`` are.
     """
 
     def __init__(self, loader: Any, *, global_batch: int, iterations_per_epoch: int, state: torch.Tensor) -> None:
@@ -64,7 +65,8 @@ class TrainOrder:
         self._global_batch, self._iterations_per_epoch = global_batch, iterations_per_epoch
         self._epochs: dict[int, list[int]] = {}  # the last two that were drawn
         self._drawn = 0  # epochs that were drawn
-        self._drawing = Lock()
+        self._after: dict[int, States] = {}  # epoch -> states after its order was drawn
+        self.draws: TrainingDraws | None = None
         self._begun = [(0, 0)]  # (iteration, epoch that it begins): epochs follow each other from there
 
     def begin(self, epoch: int, iteration: int) -> None:
@@ -79,28 +81,43 @@ class TrainOrder:
 
     def of(self, iteration: int) -> Sequence[int]:
         epoch, place = self.place(iteration)
-        with self._drawing:
-            if epoch not in self._epochs:
-                sampler = getattr(self._loader.batch_sampler, "sampler", None)
-                first = epoch if isinstance(sampler, SeedableRandomSampler) else self._drawn
-                for each in range(min(first, epoch), epoch + 1):
-                    self._draw(each)
-            samples = self._epochs[epoch]
+        if (samples := self._epochs.get(epoch)) is None:
+            with LOCK:
+                if epoch not in self._epochs:
+                    for each in range(min(epoch if self._is_seeded else self._drawn, epoch), epoch):
+                        self._draw(each, None)
+                    is_on = self.draws is not None and self.draws.is_on and not self._is_alone
+                    self._draw(epoch, self.draws.before_epoch(iteration - place) if is_on else None)  # type: ignore[union-attr]
+                samples = self._epochs[epoch]
         return samples[place * self._global_batch : (place + 1) * self._global_batch]
 
-    def _draw(self, epoch: int) -> None:
-        """Draw the order of ``epoch`` from the generators that torch's DataLoader has, as much as it does."""
-        with self._generator():
+    def _draw(self, epoch: int, states: States | None) -> None:
+        """Draw the order of ``epoch`` from the generators that torch's DataLoader has, as much as it does.
+
+        It is drawn from ``states`` on; None: from where torch's own generator was left by the order before.
+        """
+        with self._generator() if states is None else PROCESS.at(states):
             self._loader.set_epoch(epoch)
-            _draw_seed_of_workers()
+            draw_seed_of_workers()
             drawn = [sample for batch in self._loader.batch_sampler for sample in batch]
+            if not self._is_alone:
+                self._after[epoch] = PROCESS.states(states)
         self._epochs = {number: self._epochs[number] for number in self._epochs if number == epoch - 1}
         self._epochs[epoch], self._drawn = drawn, epoch + 1
 
+    def after(self, iteration: int, states: States) -> States:
+        """The states after the order of the epoch that begins with ``iteration`` was drawn, from ``states`` on."""
+        if self._is_alone:
+            with PROCESS.at(states):
+                draw_seed_of_workers()
+                return PROCESS.states(states)
+        self.of(iteration)
+        return replace(self._after[self.place(iteration)[0]], own=states.own)
+
     def note_evaluation(self) -> None:
         """Draw what the iterator of an evaluation draws in one process."""
-        with self._drawing, self._generator():
-            _draw_seed_of_workers()
+        with LOCK, self._generator():
+            draw_seed_of_workers()
 
     @contextmanager
     def _generator(self) -> Iterator[None]:
@@ -114,6 +131,16 @@ class TrainOrder:
             torch.default_generator.set_state(before)
 
     @property
+    def _is_seeded(self) -> bool:
+        return isinstance(getattr(self._loader.batch_sampler, "sampler", None), SeedableRandomSampler)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether its sampler draws nothing from the generators of the process."""
+        sampler = getattr(self._loader.batch_sampler, "sampler", None)
+        return type(sampler) in (SeedableRandomSampler, SequentialSampler)
+
+    @property
     def is_known(self) -> bool:
         """Whether all ranks draw the same later epochs where they have drawn the same first one."""
         sampler = getattr(self._loader.batch_sampler, "sampler", None)
@@ -124,9 +151,11 @@ class TrainOrder:
 _SAMPLERS = (SeedableRandomSampler, RandomSampler, SequentialSampler, WeightedRandomSampler, LengthGroupedSampler)
 
 
-def _draw_seed_of_workers() -> None:
-    """As torch's iterator of a DataLoader does before it asks a sampler."""
-    torch.empty((), dtype=torch.int64).random_()
+@dataclass
+class LookedAt:
+    """What is known of data that were looked at."""
+
+    draws: bool = False  # whether a generator had another state after a batch was read
 
 
 @dataclass(frozen=True)
@@ -142,8 +171,12 @@ class InOrder:
     positions: Sequence[int] | None = None
 
     def of(self, iteration: int) -> Sequence[int]:
-        begin = self.first + iteration * self.global_batch
+        begin = self.number(iteration)
         return self.between(begin, begin + self.global_batch)
+
+    def number(self, iteration: int) -> int:
+        """The number of the first sample of ``iteration``."""
+        return self.first + iteration * self.global_batch
 
     def between(self, begin: int, end: int) -> Sequence[int]:
         """The positions of the samples of these numbers."""
@@ -170,13 +203,16 @@ class CollatedData:
     sample_lengths: np.ndarray | None = None  # [samples of the dataset], where they differ
     captured_lengths: tuple[int, ...] = ()  # shorter ones than that of ``padding``, to which micro-batches are padded
     lengths: Lengths | None = None  # the micro-batches of these lengths
+    generators: Generators = field(default_factory=Generators)  # from which they may draw
+    found: LookedAt = field(default_factory=LookedAt)
+    draws: TrainingDraws | EvaluationDraws | None = None  # None: what a batch draws follows from its place
 
     def with_shapes(self) -> "CollatedData":
         """The same data, all of whose batches must have the inputs and shapes of its first samples."""
         samples = self.order.of(0)[:2]
-        batch = self.collated(samples, [0, 0])
+        batch = self._looked_at(samples)
         before = self.numbers()
-        self.collated(samples, [0, 0])
+        self._looked_at(samples)  # the first call may have made a generator
         for name, value in self.numbers().items():
             if value != before.get(name):
                 raise InputError(
@@ -199,7 +235,16 @@ class CollatedData:
 
     def check(self, samples: Sequence[int]) -> None:
         """Raise InputError if a batch of ``samples`` cannot be trained."""
-        check_shapes(self.collated(samples, [0, 0]), self.shapes, samples=len(samples))
+        check_shapes(self._looked_at(samples), self.shapes, samples=len(samples))
+
+    def _looked_at(self, samples: Sequence[int]) -> dict[str, torch.Tensor]:
+        """A batch of ``samples``, of which is noted whether anything was drawn for it."""
+        with self.generators.seeded() as begin:
+            begin(self.seed, 0, 0)
+            before = self.generators.states().to_json()
+            batch = self.padded(self.collate_now(samples))
+            self.found.draws = self.found.draws or before != self.generators.states().to_json()
+        return batch
 
     @property
     def may_ignore_targets(self) -> bool:
@@ -304,14 +349,24 @@ class CollatedData:
 
         ``length`` is one of ``captured_lengths``; None: that of ``padding``.
         """
-        with drawing() as begin:
+        with self.generators.seeded() as begin:
             begin(self.seed, *seed)
-            # A collator may take keys out of samples, which another read meets again.
-            fetched = [dict(each) if type(each) is dict else each for each in _fetch(self.dataset, samples)]
-            of_items = item_fingerprints(fetched) if fingerprints else None
-            batch = self.collate(fetched)
+            items = self._fetched(samples)
+            of_items = item_fingerprints(items) if fingerprints else None
+            batch = self._collated(items)
+        return self.padded(batch, length), of_items
+
+    def collate_now(self, samples: Sequence[int]) -> dict[str, torch.Tensor]:
+        """A batch of ``samples`` as the collator makes it, in whichever states the generators are."""
+        return self._collated(self._fetched(samples))
+
+    def _fetched(self, samples: Sequence[int]) -> list[Any]:
+        # A collator may take keys out of samples, which another read meets again.
+        return [dict(each) if type(each) is dict else each for each in _fetch(self.dataset, samples)]
+
+    def _collated(self, items: list[Any]) -> dict[str, torch.Tensor]:
         tensors = {}
-        for name, value in batch.items():
+        for name, value in self.collate(items).items():
             if not isinstance(value, torch.Tensor):
                 raise InputError(
                     f"data_collator: {name} is a {type(value).__name__}; every input must be a tensor: what is the "
@@ -319,12 +374,16 @@ class CollatedData:
                 )
             tensors[name] = value
             self._check_limit(name, value)
+        return tensors
+
+    def padded(self, batch: dict[str, torch.Tensor], length: int | None = None) -> dict[str, torch.Tensor]:
+        """``batch`` padded to ``length``; None: to that of ``padding``."""
         padding = self.padding if length is None or self.padding is None else replace(self.padding, length=length)
-        return (padding(tensors) if padding is not None else tensors), of_items
+        return padding(batch) if padding is not None else batch
 
     def fingerprints(self, samples: Sequence[int], seed: Sequence[int]) -> np.ndarray | None:
         """Fingerprints of the samples before they are collated; None if they hold what has none."""
-        with drawing() as begin:
+        with self.generators.seeded() as begin:
             begin(self.seed, *seed)
             return item_fingerprints(_fetch(self.dataset, samples))
 
@@ -346,6 +405,7 @@ class CollatedBatches:
 
     def __init__(self, data: CollatedData, part: BatchSlice) -> None:
         self._data, self._part = data, part
+        self._begin: int | None = None  # first iteration that is read
 
     def read(self, iteration: int, index: int, names: Collection[str]) -> Reading:
         """The inputs called ``names`` of micro-batch ``index`` of the global batch, each [samples, *shape]."""
@@ -356,21 +416,44 @@ class CollatedBatches:
         of_iteration = data.order.of(iteration)
         samples = of_iteration[index * size : (index + 1) * size]
         draw = samples or of_iteration[:1], [iteration, index]
-        if not names and (of_items := data.fingerprints(*draw)) is not None:
-            return Reading(fingerprints=of_items)
         length = None if data.lengths is None else data.lengths.of(iteration, index)
-        batch, of_items = data.read(*draw, fingerprints=part.read_once, length=length)
+        if not names:
+            return Reading(fingerprints=self._compared(draw, len(samples), length))
+        if data.draws is None or not samples:
+            batch, of_items = data.read(*draw, fingerprints=part.read_once, length=length)
+        else:
+            number = data.order.number(iteration) + index * size if isinstance(data.order, InOrder) else 0
+            drawn = data.draws.read((iteration, index), range(number, number + len(samples)))
+            batch, of_items = data.padded(drawn, length), None
         shapes = data.shapes if data.lengths is None or length is None else data.lengths.inputs[length]
         check_shapes(batch, shapes, samples=len(samples) or 1)
-        each = size // part.replicas  # an incomplete batch that is not filled has no replicas
-        first = part.replica * each
         whole = {name: self._filled(name, value, len(samples)) for name, value in batch.items()}
-        own = {name: value[first : first + each] for name, value in whole.items()}
+        own = self._of_replica(whole)
+        if data.draws is not None and part.read_once:
+            self._begin = iteration if self._begin is None else self._begin
+            if is_compared(iteration, self._begin):
+                of_items = self._compared(draw, len(samples), length)
+        elif of_items is None:
+            of_items = fingerprints(bytes_of(own))
         return Reading(
             inputs={name: own[name] for name in names},
-            fingerprints=of_items if of_items is not None else fingerprints(bytes_of(own)),
+            fingerprints=of_items,
             items=None if data.first_item is None else int(items_of(whole, data.first_item)),
         )
+
+    def _compared(self, draw: tuple[Sequence[int], Sequence[int]], samples: int, length: int | None) -> np.ndarray:
+        """Fingerprints of what each rank can read by itself of ``draw``, the arguments of CollatedData.collated."""
+        if (of_items := self._data.fingerprints(*draw)) is not None:
+            return of_items
+        batch, _ = self._data.read(*draw, fingerprints=False, length=length)
+        whole = {name: self._filled(name, value, samples) for name, value in batch.items()}
+        return fingerprints(bytes_of(self._of_replica(whole)))
+
+    def _of_replica(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The samples of this rank among the replicas of its stages."""
+        each = self._part.micro_batch_size // self._part.replicas  # an incomplete batch not filled has no replicas
+        first = self._part.replica * each
+        return {name: value[first : first + each] for name, value in whole.items()}
 
     def _filled(self, name: str, value: torch.Tensor, samples: int) -> torch.Tensor:
         """``value`` of ``samples`` samples as a whole micro-batch: its last is repeated, but with ignored labels."""

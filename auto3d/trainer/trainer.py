@@ -4,7 +4,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,8 +40,10 @@ from auto3d.trainer.callbacks import (
     name_of,
 )
 from auto3d.trainer.checks import check_padding, check_same_data, check_samples, limits_of
+from auto3d.trainer.draws import EvaluationDraws, TrainingDraws, draw_seed_of_workers, read_draws, write_draws
 from auto3d.trainer.evaluation import Evaluation, check_batches, check_evaluation, evaluated, metrics_of, shifts_labels
 from auto3d.trainer.folders import check_complete, last_complete, load_weights, write_state
+from auto3d.trainer.generators import LOCK, PROCESS, Generators, States
 from auto3d.trainer.instance import kept_by_forward, separate
 from auto3d.trainer.lengths import length_of_stream, lengths_of, lengths_to_capture
 from auto3d.trainer.looks import is_of_user, may_look, reached, words_of
@@ -121,13 +123,12 @@ class Trainer(transformers.Trainer):
                     )
         if is_stream(train_dataset):
             check_stream(train_dataset, args)
-        if getattr(data_collator, "seed", None) is not None:
-            raise InputError(
-                "Trainer: data_collator.seed: its own generator would draw other numbers on each rank; leave it out: "
-                "the numbers follow from args.seed"
-            )
         self._pipeline = Pipeline(model, args)
         self._between_steps = False
+        self._generators: dict[
+            bool, Generators
+        ] = {}  # those of data that draw: of the last evaluation, of the training
+        self._draws: TrainingDraws | None = None  # those of the training, unless its samples are a stream
         self._first_item: int | None = None  # see CollatedData
         self._has_told_of_values = False  # see _follow_values
         self._length: int | None = None  # tokens to which samples are padded where the arguments do not say it
@@ -302,12 +303,15 @@ class Trainer(transformers.Trainer):
     def _order_of(self, loader: Any) -> TrainOrder | Stream:
         """The order of the training's samples."""
         global_batch = self._pipeline.batch.global_batch
+        self._draws = None
         if is_stream(loader.dataset):
             return Stream(loader.dataset, global_batch=global_batch, seed=self.args.seed, tell=tell)
-        state = of_rank_0(
-            torch.default_generator.get_state, "to say from where it draws the order", timeout_s=self.args.ddp_timeout
+        states = of_rank_0(PROCESS.states, "to say from where it draws the order", timeout_s=self.args.ddp_timeout)
+        order = TrainOrder(
+            loader, global_batch=global_batch, iterations_per_epoch=self._updates_per_epoch, state=states.torch
         )
-        return TrainOrder(loader, global_batch=global_batch, iterations_per_epoch=self._updates_per_epoch, state=state)
+        self._draws = TrainingDraws(order, states)
+        return order
 
     def _init_training_state(self, *arguments: Any, **named: Any) -> tuple[int, int]:
         """Begin at the state of the checkpoint, if there is one, which may be in a later epoch of a stream."""
@@ -331,6 +335,7 @@ class Trainer(transformers.Trainer):
         if resume_from_checkpoint is not None:
             checkpoints = Checkpoints(folder=Path(resume_from_checkpoint), every=None)
         self._create_optimizer_and_scheduler(max_steps)
+        data = self._in_sequence(data, resume_from_checkpoint)
         training = self._start(data, max_steps, checkpoints)
         if self.args.save_strategy != "no":
             check_resumes(training.rank.common.rules.values())
@@ -343,6 +348,8 @@ class Trainer(transformers.Trainer):
         if self._length is not None:
             to = [*map(str, self._pipeline.captured_lengths), str(self._length)]
             tell(f"samples differ in length: each micro-batch is padded to {' or '.join(to)} tokens")
+        if self._draws is not None:
+            self._draws.size = training.rank.common.plan.micro_batch_size
         self._check_evaluations()
         self._check_reads(data)
         self._iterations, self._data, self._max_steps = training.iterations(), data, max_steps
@@ -445,6 +452,8 @@ class Trainer(transformers.Trainer):
             done = self.state.global_step
             first = self._order.place(done)[1] if is_streamed else done % num_update_steps_per_epoch
         if self._order.place(self.state.global_step) != (epoch, first):  # a callback has ended the epoch before it
+            if self._draws is not None:
+                self._draws.end_epoch(self.state.global_step)
             self._order.begin(epoch, self.state.global_step - first)
             self._start_again()
         for step in range(first, num_update_steps_per_epoch):
@@ -513,8 +522,15 @@ class Trainer(transformers.Trainer):
         if changed:
             if isinstance(self._order, Stream):
                 self._order.begin(self._order.place(self.state.global_step)[0], self.state.global_step)
-            self._pipeline.training.rank.executor.read_anew()
+            self._read_anew()
         self._numbers = numbers
+
+    def _read_anew(self) -> None:
+        """Forget what was read ahead of the next step."""
+        assert self._pipeline.training is not None
+        self._pipeline.training.rank.executor.read_anew()
+        if self._draws is not None:
+            self._draws.read_anew(self.state.global_step)
 
     def _follow_values(self) -> None:
         """Build the pipeline again if the code of its stages would read other values beside the model."""
@@ -549,7 +565,24 @@ class Trainer(transformers.Trainer):
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
         self._pipeline.gather()
+        if self._draws is not None and self._draws.is_on:  # what the script draws now goes on as in one process
+            self._go_on_from(lambda: self._draws.point(self.state.global_step).states)  # type: ignore[union-attr]
         return super()._finalize_training(trial, num_train_samples, start_time)
+
+    def _go_on_from(self, states: Callable[[], States]) -> None:
+        """Let the generators of all ranks be in the ``states`` of rank 0, which has read the data."""
+        found = self._of_rank_0(states)
+        with LOCK:
+            for generators in self._generators.values():
+                generators.set(found)
+
+    def _of_rank_0(self, states: Callable[[], States]) -> States:
+        def text() -> str:
+            with LOCK:
+                return states().to_json()
+
+        found = of_rank_0(text, "to say where generators are", timeout_s=self.args.ddp_timeout)
+        return States.from_json(found)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         write_state(Path(output_dir), self._pipeline, self.args.ddp_timeout)
@@ -567,7 +600,14 @@ class Trainer(transformers.Trainer):
         self._pipeline.gather()
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Nothing: random numbers follow from the seed and the iteration."""
+        """Write where the draws of the data are; what the stages draw follows from the seed and the iteration."""
+        if (draws := self._draws) is not None and draws.is_on:
+            step = self.state.global_step
+            of_rank_0(
+                lambda: write_draws(Path(output_dir), draws.point(step)),
+                "to write where generators are",
+                timeout_s=self.args.ddp_timeout,
+            )
 
     def _save_scaler(self, output_dir: str) -> None:
         """Nothing: it is part of the ranks' state."""
@@ -621,7 +661,42 @@ class Trainer(transformers.Trainer):
             seed=self.args.seed,
             label_names=tuple(self.label_names),
             limits=limits_of(self.model, self._main_input, self.label_names),
+            generators=self._generators_of(loader, "train" if isinstance(order, TrainOrder) else "eval"),
         )
+
+    def _generators_of(self, loader: Any, use: str) -> Generators:
+        """Those from which the loader's dataset and its collator may draw."""
+        collator = getattr(loader.collate_fn, "data_collator", loader.collate_fn)  # transformers may have wrapped it
+        if is_stream(loader.dataset):  # it is read under a lock of its own
+            return Generators(nullcontext(), data_collator=collator)
+        return Generators(data_collator=collator, **{f"{use}_dataset": loader.dataset})
+
+    def _in_sequence(self, data: CollatedData, resume_from_checkpoint: str | None) -> CollatedData:
+        """``data``, whose draws are those of one process one after the other, if they draw and can be read so."""
+        if not self._any_rank(data.found.draws):
+            return data
+        self._generators[True] = data.generators
+        if self._draws is None or self.args.dataloader_num_workers:
+            why = "samples of a stream" if self._draws is None else "dataloader_num_workers"
+            tell(
+                f"train_dataset or data_collator draws random numbers: with {why} they follow from the seed and the "
+                "place of a batch, the same under every plan, and are not those of one transformers process"
+            )
+            return data
+        self._draws.follow(data, self._of_rank_0(data.generators.states))
+        data = replace(data, draws=self._draws)
+        if resume_from_checkpoint is not None:
+            folder, step = Path(resume_from_checkpoint), self.state.global_step
+            found = of_rank_0(
+                lambda: read_draws(folder), "to read where generators were", timeout_s=self.args.ddp_timeout
+            )
+            if found is None:
+                tell(f"{folder} does not say where generators were: what the data draw begins anew, from the seed")
+            self._draws.go_on(step, found)
+        return data
+
+    def _any_rank(self, found: bool) -> bool:
+        return bool(of_all_ranks([int(found)], torch.int64, timeout_s=self.args.ddp_timeout).any())
 
     def _padding(self, length: int | None) -> Padding | None:
         if length is None:
@@ -757,8 +832,7 @@ class Trainer(transformers.Trainer):
         else:
             self._pipeline.scatter()
         self._pipeline.use_weights(evaluation=True)
-        if self.is_in_train and isinstance(self._order, TrainOrder) and args.device.type == "cpu":
-            self._order.note_evaluation()  # on a GPU, threads of ranks may have drawn the next epoch
+        data = self._evaluation_in_sequence(data)
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         evaluation = self._evaluation_of(data, loss_only=loss_only, ignored=ignore_keys)
         looks = any(map(may_look, (self.compute_metrics, self.preprocess_logits_for_metrics)))
@@ -772,6 +846,8 @@ class Trainer(transformers.Trainer):
             preprocess=self.preprocess_logits_for_metrics,
             main_input=self._main_input if "inputs" in args.include_for_metrics else None,
         )
+        if not self.is_in_train and isinstance(data.draws, EvaluationDraws):
+            self._go_on_from(data.draws.end)
         self.callback_handler.eval_dataloader = dataloader
         for _ in range(-(-samples // args.per_device_eval_batch_size)):
             self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
@@ -800,6 +876,28 @@ class Trainer(transformers.Trainer):
         if not self.is_in_train:
             self._find_length([loader])
         return self._collated(loader, order).with_shapes()
+
+    def _evaluation_in_sequence(self, data: CollatedData) -> CollatedData:
+        """``data`` of an evaluation that begins now, with their draws, if they draw and can be read so."""
+        draws, size = self._draws, self.args.per_device_eval_batch_size
+        is_drawn = self._any_rank(data.found.draws) and not self.args.dataloader_num_workers
+        if is_drawn:
+            self._generators[False] = data.generators
+        if self.is_in_train and draws is not None:
+            if is_drawn or draws.is_on:
+                self._read_anew()
+            elif self.args.device.type == "cpu" and isinstance(self._order, TrainOrder):
+                self._order.note_evaluation()  # on a GPU, threads of ranks may have drawn the next epoch
+            made = draws.evaluate(data if is_drawn else None, self.state.global_step, size)
+            return replace(data, draws=made) if is_drawn else data
+        if self.is_in_train:
+            return data
+        if not is_drawn:
+            with LOCK:
+                draw_seed_of_workers()
+            return data
+        states = self._of_rank_0(data.generators.states)
+        return replace(data, draws=EvaluationDraws(data, size, lambda: states))
 
     def _evaluation_of(
         self, data: CollatedData, *, loss_only: bool, ignored: Sequence[str] | None = None

@@ -92,7 +92,7 @@ class OwnDataset:
         return ""
 
 
-def _drawing() -> AbstractContextManager[Callable[..., None]]:
+def _drawing() -> AbstractContextManager[Callable[..., Any]]:
     from auto3d.data.drawing import drawing  # it imports torch, which ranks have
 
     return drawing()
