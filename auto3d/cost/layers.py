@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from auto3d.cluster import Accelerator
-from auto3d.cost.memory.tensors import tensors_of_layers
+from auto3d.cost.tensors import tensors_of_layers
 from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.work import ALIGNED, PRECISION_BYTES, TensorExchange, Work, repeated_range
 from auto3d.errors import InputError

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,6 @@ from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
 from auto3d.cost.stage_messages import StageMessages
 from auto3d.cost.stage_times import StageTimes
-from auto3d.cost.tables import without
 from auto3d.cost.throughput import IterationFlops, iteration_flops
 from auto3d.cost.times import Times, TimesOf, TimesOfWork, before, times_of
 from auto3d.cost.training_options import TrainingOptions
@@ -151,22 +151,12 @@ class CostModel:
         whole = seconds_of(shape, costs)
         none = (0.0,) * shape.stages
         without_sync = seconds_of(shape, replace(costs, sync=none))
-        silent = replace(costs, sync=none, messages=(MessageCost(),) * (shape.stages - 1), inputs=())
-        without_messages = seconds_of(shape, silent)
-        without_collectives = replace(
-            self.costs(plan, pipeline, collectives=False), sync=none, messages=silent.messages, inputs=()
-        )
+        silence: dict[str, Any] = {"sync": none, "messages": (MessageCost(),) * (shape.stages - 1), "inputs": ()}
+        without_messages = seconds_of(shape, replace(costs, **silence))
+        without_collectives = replace(self.costs(plan, pipeline, collectives=False), **silence)
         without_tensor = seconds_of(shape, without_collectives)
         compute, update = busiest(shape, without_collectives)
-        of_device, _ = busiest(
-            shape,
-            replace(
-                self.costs(plan, pipeline, collectives=False, host=False),
-                sync=none,
-                messages=silent.messages,
-                inputs=(),
-            ),
-        )
+        of_device, _ = busiest(shape, replace(self.costs(plan, pipeline, collectives=False, host=False), **silence))
         waits = max(0.0, compute - of_device)
         return Estimate(
             seconds=whole + traffic.iteration_s,
@@ -297,7 +287,7 @@ class CostModel:
                 f"{samples // stage.replicas} samples of it at once; use a micro_batch_size that makes them even"
             )
         each, divisor = self._work.slice_of(samples, 2 * stage.replicas if halved else stage.replicas)
-        dropped = without(stage.operations, self._work.kept(each, stage)) if recompute else ()
+        dropped = self._work.dropped(each, stage, recompute=recompute)
 
         def seconds(link: GroupLink | None) -> tuple[float, float, float, float]:
             whole = self._stage_times.seconds(each, accelerator, share, link, stage.operations, halved)
@@ -389,7 +379,7 @@ class CostModel:
         each, divisor = self._work.slice_of(samples, 2 if halved else 1)
         every = ((0, len(self._work.work_at(each, share))),)
         forward, backward, _ = self._stage_times.seconds(each, accelerator, share, link, every, halved)
-        dropped = without(every, self._work.kept(each, StagePlan(operations=every)))
+        dropped = self._work.dropped(each, StagePlan(operations=every), recompute=True)
         again = self._stage_times.seconds(each, accelerator, share, link, dropped, halved)[0] if dropped else 0.0
         elements = self._work.tables(samples, share).parameters(every)
         accumulated = accumulation_s(self.training, elements, accelerator)

@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from auto3d.cost.tables import WorkTables
+from auto3d.cost.tables import WorkTables, without
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import Work, WorkAt
 from auto3d.plan import Plan, StagePlan
@@ -44,6 +44,10 @@ class ModelWork:
             for start, stop in ((0, begin), (end, len(self.work_at(samples))))
             if max(first, start) < min(last, stop)
         )
+
+    def dropped(self, samples: int, stage: StagePlan, *, recompute: bool) -> tuple[tuple[int, int], ...]:
+        """Ranges of the operations that ``stage`` runs again, if it recomputes."""
+        return without(stage.operations, self.kept(samples, stage)) if recompute else ()
 
     def recomputed(self, samples: int) -> tuple[int, int]:
         """Full recomputation runs the operations from the first to before the second position again."""

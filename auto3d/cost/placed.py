@@ -114,11 +114,9 @@ class PlacedTraffic:
     def accelerator(self, devices: Sequence[int], pipeline: int) -> Accelerator:
         """The slowest kind of accelerator among the pipeline devices ``devices`` of one pipeline."""
         kinds = dict.fromkeys(self._slowest[device, pipeline] for device in devices)
-        return (
-            next(iter(kinds))
-            if len(kinds) == 1
-            else self._cluster.slowest(rank for device in devices for rank in self._ranks[device, pipeline])
-        )
+        if len(kinds) == 1:
+            return next(iter(kinds))
+        return self._cluster.slowest(rank for device in devices for rank in self._ranks[device, pipeline])
 
     def _find_distinct(self, dp: int, pp: int) -> list[int]:
         """One pipeline of each kind. The kind is its accelerators and which of its messages leave a node."""

@@ -42,9 +42,8 @@ class StageMessages:
         """Bytes of the inputs of a part of a micro-batch that stage 0 reads for ``stage``; 0: it reads none for it."""
         if stage == 0 or not self._training.read_once or not has_one_reader(plan, shape):
             return 0.0
-        return self._work.tables(plan.micro_batch_size // shape.sample_parts, share_of(plan)).inputs(
-            plan.stages[stage].operations
-        )
+        tables = self._work.tables(plan.micro_batch_size // shape.sample_parts, share_of(plan))
+        return tables.inputs(plan.stages[stage].operations)
 
     def inputs_s(self, plan: Plan, shape: Shape, pipeline: int, traffic: PlacedTraffic) -> tuple[float, ...]:
         """Seconds of the messages of inputs from stage 0, as ``Costs.inputs`` has them."""

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from auto3d.capture.graph import Graph, GraphNode
-from auto3d.cost.memory.tensors import WITH_EARLIER, Tensors, tensors_of
 from auto3d.cost.system_bytes import norms_of, system_bytes
 from auto3d.cost.system_times import OWN
 from auto3d.cost.systems import System
+from auto3d.cost.tensors import WITH_EARLIER, Tensors, tensors_of
 from auto3d.derived.local_graph import LocalGraph
 from auto3d.partition.stage import crossing_bytes, input_users
 from auto3d.share import Share
@@ -154,12 +154,7 @@ def work_of(
     blocks, repeated = _find_blocks(graph, bounds)
     in_float8 = range(*repeated) if float8 else range(0)
     work = _work(
-        graph,
-        precision=precision,
-        fused=fused,
-        fused_attention=fused_attention,
-        system=system,
-        float8=in_float8,
+        graph, precision=precision, fused=fused, fused_attention=fused_attention, system=system, float8=in_float8
     )
     return replace(work, blocks=blocks, repeated=repeated)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -18,37 +19,30 @@ from auto3d.schedule.lowering import SENT_AT_MOST
 from auto3d.schedule.operation import Kind, Operation, Schedule
 from auto3d.schedule.shape import Listing, Shape, listed, without_recompute
 
-COUNTS = (
-    "in_flight",  # micro-batches, or parts of them, from the forward until the backward, or until its input half
-    "recomputed",  # micro-batches in flight with recomputed activations
-    "deferred",  # from the input half of the backward until the weight half
-    "slice_gradients",  # slices of a sequence in flight to whose keys and values later slices have sent gradients
-    "gradients",  # 1 once a backward of the iteration has made the gradients of weights
-    "older",  # older versions of the weights
-    "posted",  # activations whose receive is posted, for later forwards
-    "posted_gradients",
-    "sent",  # activations that are sent and not released
-    "sent_gradients",
-    # Of inputs that stage 0 has read for other stages:
-    "posted_inputs",  # messages whose receive is posted, for later forwards; on stage 0's device, from the read on
-    "sent_inputs",  # micro-batches of stage 0 that are read, with a message to another device that is not released
-)
-"""What is counted of each stage of a device."""
+Number = TypeVar("Number")
 
-(
-    _IN_FLIGHT,
-    _RECOMPUTED,
-    _DEFERRED,
-    _SLICE_GRADIENTS,
-    _GRADIENTS,
-    _OLDER,
-    _POSTED,
-    _,
-    _SENT,
-    _,
-    _POSTED_INPUTS,
-    _SENT_INPUTS,
-) = range(len(COUNTS))
+
+class Counts(NamedTuple, Generic[Number]):
+    """Of one stage of a device, how many it holds of what is named here; or the bytes of each of these."""
+
+    in_flight: Number  # micro-batches, or parts of them, from the forward until the backward, or until its input half
+    recomputed: Number  # micro-batches in flight with recomputed activations
+    deferred: Number  # from the input half of the backward until the weight half
+    slice_gradients: Number  # slices of a sequence in flight to whose keys and values later slices have sent gradients
+    gradients: Number  # 1 once a backward of the iteration has made the gradients of weights
+    older: Number  # older versions of the weights
+    posted: Number  # activations whose receive is posted, for later forwards
+    posted_gradients: Number
+    sent: Number  # activations that are sent and not released
+    sent_gradients: Number
+    # Of inputs that stage 0 has read for other stages:
+    posted_inputs: Number  # messages whose receive is posted, for later forwards; on stage 0's device, from the read on
+    sent_inputs: Number  # micro-batches of stage 0 that are read, with a message to another device not yet released
+
+
+COLUMN = Counts(*range(len(Counts._fields)))
+"""The place of each count among those of a stage, in matrices of counts."""
+
 _WITH_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _MAKES_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 Key = tuple[Kind, int, bool, bool, bool]
@@ -63,7 +57,7 @@ class Moment:
     recomputed: bool  # whether its activations have been recomputed before
     makes_gradients: bool  # whether it is the stage's first backward of the iteration
     summing: bool  # whether sums of gradients are under way
-    counts: tuple[int, ...]  # the numbers of COUNTS for each stage of the device, one stage after the other
+    counts: tuple[Counts[int], ...]  # of each stage of the device, in the order of stages_of
 
     @property
     def key(self) -> Key:
@@ -106,8 +100,10 @@ def _without_numbers(moment: Moment) -> Moment:
 
 def _grown(moment: Moment, before: Moment, times: int) -> Moment:
     """``moment`` after ``times`` more periods; ``before`` is the same moment one period earlier."""
-    pairs = zip(moment.counts, before.counts, strict=True)
-    counts = tuple(now + times * (now - then) for now, then in pairs)
+    counts = tuple(
+        Counts(*(now + times * (now - then) for now, then in zip(of_stage, earlier, strict=True)))
+        for of_stage, earlier in zip(moment.counts, before.counts, strict=True)
+    )
     return replace(_without_numbers(moment), counts=counts)
 
 
@@ -158,19 +154,20 @@ class _MomentTable:
 
     operations: Sequence[Operation]
     keys: Sequence[Key]
-    counts: np.ndarray  # [operations × counts]
+    counts: np.ndarray  # [operations × counts of all stages, one stage after the other]
 
     def moment(self, step: int) -> Moment:
-        return Moment(self.operations[step], *self.keys[step][2:], tuple(self.counts[step].tolist()))
+        counts = tuple(Counts(*of_stage) for of_stage in self.counts[step].reshape(-1, len(COLUMN)).tolist())
+        return Moment(self.operations[step], *self.keys[step][2:], counts)
 
 
 class _Changes:
     """Changes of the counts of one device, each from a step on. Operation n is step n; what it leaves is step n + 1."""
 
     def __init__(self, steps: int, stages: Sequence[int]) -> None:
-        self._steps, self._width = steps, len(COUNTS) * len(stages)
+        self._steps, self._width = steps, len(COLUMN) * len(stages)
         self._first = np.zeros(1 + max(stages), dtype=int)  # column of the first count, by stage
-        self._first[list(stages)] = len(COUNTS) * np.arange(len(stages))
+        self._first[list(stages)] = len(COLUMN) * np.arange(len(stages))
         self._cells: list[np.ndarray] = []
         self._amounts: list[np.ndarray] = []
 
@@ -198,28 +195,28 @@ def _counted(schedule: Schedule, device: int, messages: "_Messages") -> _MomentT
         kind, stage, numbers, pipe = operation
         count, recomputed = len(numbers), False
         if kind is Kind.FORWARD:
-            own.append((step, stage, _IN_FLIGHT, count))
+            own.append((step, stage, COLUMN.in_flight, count))
         elif kind in _WITH_GRADIENT:
             recomputed = bool(early) and all((stage, pipe, m) in early for m in numbers)
-            own.append((step + 1, stage, _IN_FLIGHT, -count))
+            own.append((step + 1, stage, COLUMN.in_flight, -count))
             if recomputed:
-                own.append((step + 1, stage, _RECOMPUTED, -count))
+                own.append((step + 1, stage, COLUMN.recomputed, -count))
             if kind is Kind.BACKWARD_INPUT and stage in splits:
-                own.append((step + 1, stage, _DEFERRED, count))
+                own.append((step + 1, stage, COLUMN.deferred, count))
             if slices > 1:
                 begun, ended = _slice_gradients(operation, slices)
-                own += [(step, stage, _SLICE_GRADIENTS, begun), (step + 1, stage, _SLICE_GRADIENTS, ended)]
+                own += [(step, stage, COLUMN.slice_gradients, begun), (step + 1, stage, COLUMN.slice_gradients, ended)]
         elif kind is Kind.BACKWARD_WEIGHT:
-            own.append((step + 1, stage, _DEFERRED, -count))
+            own.append((step + 1, stage, COLUMN.deferred, -count))
         elif kind is Kind.RECOMPUTE:
-            own.append((step, stage, _RECOMPUTED, count))
+            own.append((step, stage, COLUMN.recomputed, count))
             early.update((stage, pipe, m) for m in numbers)
         elif kind is Kind.SYNC:
             summing = True
         makes = kind in _MAKES_GRADIENTS and stage not in made
         if makes:
             made.add(stage)
-            own.append((step + 1, stage, _GRADIENTS, 1))
+            own.append((step + 1, stage, COLUMN.gradients, 1))
         keys.append((kind, stage, recomputed, makes, summing))
     changes = _Changes(len(operations), stages)
     changes.add(*np.array(own, dtype=int).reshape(-1, 4).T)
@@ -227,7 +224,7 @@ def _counted(schedule: Schedule, device: int, messages: "_Messages") -> _MomentT
     counts = changes.summed()
     if schedule.weight_version:
         for stage, older in _older_versions(schedule, device).items():
-            counts[:, len(COUNTS) * stages.index(stage) + _OLDER] = older
+            counts[:, len(COLUMN) * stages.index(stage) + COLUMN.older] = older
     return _MomentTable(operations, keys, counts)
 
 
@@ -308,12 +305,14 @@ class _Messages:
         waits = ~local & (posted < target)
         proofs = source[~local], target[~local]
         released = self._released(devices, device, *proofs, posted[~local], proofs)
+        as_sent = np.where(gradient, COLUMN.sent_gradients, COLUMN.sent)
+        as_posted = np.where(gradient, COLUMN.posted_gradients, COLUMN.posted)[waits]
         changes = [
-            (source + 1, sender, _SENT + gradient, 1),
-            (target[local], sender[local], _SENT + gradient[local], -1),
-            (released, sender[~local], _SENT + gradient[~local], -1),
-            (posted[waits], stage[waits], _POSTED + gradient[waits], 1),
-            (target[waits], stage[waits], _POSTED + gradient[waits], -1),
+            (source + 1, sender, as_sent, 1),
+            (target[local], sender[local], as_sent[local], -1),
+            (released, sender[~local], as_sent[~local], -1),
+            (posted[waits], stage[waits], as_posted, 1),
+            (target[waits], stage[waits], as_posted, -1),
         ]
         if self._read_once and self._stages > 1:
             changes += self._of_inputs(devices, device, places, gradient, stage, source, target)
@@ -346,7 +345,7 @@ class _Messages:
         for reader in range(1, self._stages):
             used = steps(0, reader, target)
             if device[used[0]] == device[first[0]]:
-                numbers, count = np.full(len(used), reader), np.full(len(used), _POSTED_INPUTS)
+                numbers, count = np.full(len(used), reader), np.full(len(used), COLUMN.posted_inputs)
                 yield first, numbers, count, 1
                 yield used, numbers, count, -1
                 continue
@@ -356,10 +355,10 @@ class _Messages:
             proofs = np.append(source[remote], left), np.append(target[remote], came)
             over = np.maximum(over, self._released(devices, device, first, used, posted, proofs))
             waits = posted < used
-            numbers, count = np.full(waits.sum(), reader), np.full(waits.sum(), _POSTED_INPUTS)
+            numbers, count = np.full(waits.sum(), reader), np.full(waits.sum(), COLUMN.posted_inputs)
             yield posted[waits], numbers, count, 1
             yield used[waits], numbers, count, -1
-        zero, count = np.zeros(len(first), dtype=int), np.full(len(first), _SENT_INPUTS)
+        zero, count = np.zeros(len(first), dtype=int), np.full(len(first), COLUMN.sent_inputs)
         yield first, zero, count, 1
         yield over, zero, count, -1
 

@@ -3,18 +3,20 @@
 import random
 from dataclasses import replace
 from functools import cache, partial
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from auto3d.capture.model import capture
 from auto3d.cluster import place_ranks
+from auto3d.cost.memory import segments as segments_module
 from auto3d.cost.memory.plan import PlanMemory
 from auto3d.cost.memory.repeats import find_repeats
 from auto3d.cost.memory.segment import segment_of
 from auto3d.cost.memory.segments import Segments
-from auto3d.cost.memory.tensors import Tensors
 from auto3d.cost.model_work import ModelWork
+from auto3d.cost.tensors import Tensors
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import Work, work_of
 from auto3d.partition.merak import shard
@@ -61,18 +63,24 @@ def spans_of(chance: random.Random, tensors: Tensors, count: int):
         yield first, last
 
 
+def counting_runs():
+    """Counts in ``call_count`` the runs of operations whose tensors are counted, each once."""
+    return patch.object(segments_module, "segment_of", wraps=segment_of)
+
+
 def compare(chance: random.Random, tensors: Tensors, count: int = 8) -> int:
     """Compare runs with those that are counted one by one; returns how many of them shared a count."""
     segments, looked = Segments(tensors), set[tuple[tuple[int, int], bool]]()
-    for span in spans_of(chance, tensors, count):
-        for split in (False, True):
-            shared = segments.used_outside((span,))
-            assert (
-                segments.of((span,), shared=shared, split=split)
-                == (segment_of(tensors, (span,), shared=shared, split=split)[0])
-            ), span
-            looked.add((span, split))
-    return len(looked) - segments.counted
+    with counting_runs() as counted:
+        for span in spans_of(chance, tensors, count):
+            for split in (False, True):
+                shared = segments.used_outside((span,))
+                assert (
+                    segments.of((span,), shared=shared, split=split)
+                    == (segment_of(tensors, (span,), shared=shared, split=split)[0])
+                ), span
+                looked.add((span, split))
+    return len(looked) - counted.call_count
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -110,9 +118,10 @@ def test_equal_stages_are_counted_once():
         stages=stages_between([0, *starts[1:-1], len(graph.nodes)]), placement=place_ranks(dp=1, pp=10), seed=0,
     )  # fmt: skip
     memory = PlanMemory(ModelWork(lambda *_: work, TrainingOptions()), TrainingOptions())
-    found = memory.of(plan)
-    assert memory.counted <= 4, "the first, the second, one of the others, and the last"
-    assert np.all(np.diff(found[1:-1]) < 0), "in 1F1B an earlier stage has more micro-batches in flight"
-    again = memory.counted
-    memory.of(replace(plan, dp=2, placement=place_ranks(dp=2, pp=10), global_batch=128))
-    assert memory.counted == again
+    with counting_runs() as counted:
+        found = memory.of(plan)
+        assert 0 < counted.call_count <= 4, "the first, the second, one of the others, and the last"
+        assert np.all(np.diff(found[1:-1]) < 0), "in 1F1B an earlier stage has more micro-batches in flight"
+        again = counted.call_count
+        memory.of(replace(plan, dp=2, placement=place_ranks(dp=2, pp=10), global_batch=128))
+        assert counted.call_count == again

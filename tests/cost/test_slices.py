@@ -26,7 +26,7 @@ from auto3d.partition.merak import shard
 from auto3d.plan import Plan, PlanError
 from auto3d.planner import Planner
 from auto3d.schedule import build_schedule
-from auto3d.schedule.moments import COUNTS, all_moments
+from auto3d.schedule.moments import all_moments
 from auto3d.schedule.shape import shape_of, shares_of
 from auto3d.search.axes import Candidate
 from auto3d.search.make import PlanMaker
@@ -223,13 +223,12 @@ def test_a_slice_that_runs_again_takes_its_forward_and_keeps_its_keys_and_values
 
 def test_gradients_of_later_slices_are_counted_from_the_first_backward_to_the_last():
     """The last slice's backward makes those of all keys as one tensor, which the next one takes apart."""
-    place = COUNTS.index("slice_gradients")
     for slices, expected in ((1, []), (2, [2, 2]), (4, [4, 4, 2, 1])):
         schedule = build_schedule("seq1f1b", devices=1, micro_batches=2, slices=slices)
         (moments,) = all_moments(schedule)
-        backwards = [one.counts[place] for one in moments if str(one.operation).startswith("B")]
+        backwards = [one.counts[0].slice_gradients for one in moments if str(one.operation).startswith("B")]
         assert backwards == (2 * expected if slices > 1 else [0, 0])
-        assert moments[-1].counts[place] == 0
+        assert moments[-1].counts[0].slice_gradients == 0
 
 
 def maker_of(model: str, asked: list[Share]) -> PlanMaker:

@@ -109,11 +109,12 @@ def imports_up(root: Path, imports: dict[Path, set[Path]], rooms: list[str]) -> 
 
 
 def place_of(file: Path, rooms: list[str]) -> int | None:
-    """The number of a file's room; a package's own __init__.py is the package's door, in its last room."""
+    """The number of a file's room, the innermost that has it; a package's own __init__.py is the package's door, in
+    its last room."""
     if len(file.parts) == 2 and file.name == "__init__.py" and str(file) not in rooms:
         return max(place for place, room in enumerate(rooms) if room.startswith(f"{file.parts[0]}/"))
     found = [place for place, room in enumerate(rooms) if f"{file}" == room or f"{file}".startswith(room)]
-    return found[0] if found else None
+    return max(found, key=lambda place: len(rooms[place]), default=None)
 
 
 def test_there_is_no_circle():
@@ -273,14 +274,18 @@ def test_a_circle_an_import_up_and_a_file_in_no_room_are_found(tmp_path):
         "auto3d/high/__init__.py": "",
         "auto3d/high/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from auto3d.high.b import B",
         "auto3d/high/b.py": "import auto3d.high.a, os\nfrom auto3d.low import function",
+        "auto3d/high/top.py": "",
+        "auto3d/high/c.py": "from auto3d.high.top import x",
         "launch/stray.py": "",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    rooms = rooms_of(house_of("# The house\nIn order:\n```\nauto3d/low.py   x\nauto3d/high/   y\n  more of y\n```\n"))
-    assert rooms == ["auto3d/low.py", "auto3d/high/"]
+    page = "# The house\nIn order:\n```\nauto3d/low.py   x\nauto3d/high/   y\n  more of y\nauto3d/high/top.py  z\n```\n"
+    rooms = rooms_of(house_of(page))
+    assert rooms == ["auto3d/low.py", "auto3d/high/", "auto3d/high/top.py"]
     assert imports_up(tmp_path, imports_of(tmp_path), rooms) == [
+        "auto3d/high/c.py imports auto3d/high/top.py, of a later room",
         "auto3d/low.py imports auto3d/high/a.py, of a later room",
         "launch/stray.py is in no room of the house",
     ]

@@ -1,5 +1,6 @@
 """The shape of a schedule agrees with the list of its operations."""
 
+import numpy as np
 import pytest
 
 from auto3d.capture.graph import Value
@@ -8,7 +9,7 @@ from auto3d.partition.stage import Transfer
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.in_flight import in_flight
 from auto3d.schedule.lowering import lower
-from auto3d.schedule.moments import COUNTS, all_moments, highest_moments
+from auto3d.schedule.moments import COLUMN, Counts, all_moments, highest_moments
 from auto3d.schedule.operation import BACKWARDS, Kind, Schedule
 from auto3d.schedule.shape import Shape, shape
 from tests.schedule.samples import BY_RULE
@@ -23,10 +24,9 @@ OPTIONS = {
 }
 
 
-def most(moments) -> list[int]:
-    """The largest of each count, without those of messages."""
-    return [max(counts) for place, counts in enumerate(zip(*(one.counts for one in moments), strict=True))
-            if place % len(COUNTS) < COUNTS.index("posted")]  # fmt: skip
+def most(moments) -> list[list[int]]:
+    """Per stage, the largest of each count but those of messages."""
+    return np.array([one.counts for one in moments]).max(axis=0)[:, : COLUMN.posted].tolist()
 
 
 def messages_are_held_as_lowering_holds_them(listed: Schedule) -> None:
@@ -40,9 +40,9 @@ def messages_are_held_as_lowering_holds_them(listed: Schedule) -> None:
             posted.update(step.posts)
             posted.difference_update(step.receives)
             sent.difference_update(step.releases)
-            sums = {name: sum(moment.counts[place :: len(COUNTS)]) for place, name in enumerate(COUNTS)}
-            assert sums["posted"] + sums["posted_gradients"] == len(posted), (device, str(step.operation))
-            assert sums["sent"] + sums["sent_gradients"] >= len(sent), (device, str(step.operation))
+            sums = Counts(*map(sum, zip(*moment.counts, strict=True)))
+            assert sums.posted + sums.posted_gradients == len(posted), (device, str(step.operation))
+            assert sums.sent + sums.sent_gradients >= len(sent), (device, str(step.operation))
             sent.update(m for m in step.sends if listed.device_of[m.target, m.pipe] != device)
 
 

@@ -1,5 +1,6 @@
 """The memory that a Plan needs on each device: one estimate for searches, refusals, reports and running trainings.
 
-``tensors`` says when each tensor of a model is made, used and saved; ``segment`` adds them up over a run of operations,
-``stage`` over a stage with its recomputation, ``plan`` over the moments of a schedule. ``device`` has the result.
+``segment`` adds up the tensors of a run of operations, ``stage`` those of a stage with its recomputation.
+``stage_bytes`` has what differs from system to system, ``needs`` what a device needs at each moment of a schedule,
+``plan`` what the devices of a Plan need. ``device`` has the result.
 """

@@ -4,23 +4,59 @@
 Positions count the operations of the whole Graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from auto3d.cost.memory.parameters import local_spans
-from auto3d.cost.memory.segment import Peak, Span
-from auto3d.cost.memory.stage import StageMemory
+from auto3d.cost.memory.segment import Peak
+from auto3d.cost.memory.stage import StageMemory, mean_of_slices
+from auto3d.cost.memory.stage_bytes import StageRun
+from auto3d.cost.memory.stage_tensors import StageTensor, fused_stage_tensors
+from auto3d.cost.model_work import ModelWork
+from auto3d.cost.parameters import local_spans
+from auto3d.cost.systems import System
 from auto3d.cost.tables import WorkTables, without
+from auto3d.cost.tensors import Span
+from auto3d.share import Share
+
+
+class FusedStages:
+    """Stages under ``system``; ``blockwise`` is as in ``OwnStages``."""
+
+    in_whole = True
+
+    def __init__(self, work: ModelWork, system: System, *, blockwise: bool) -> None:
+        self._work, self._blockwise, self.gradient_copies = work, blockwise, system.gradient_copies
+
+    def of(self, run: StageRun) -> StageMemory:
+        tables, operations, dropped, divisor = self._parts(run)
+        found = [fused_stage_memory(one, operations, dropped, blockwise=self._blockwise) for one in tables]
+        return mean_of_slices([one.divided(divisor) for one in found])
+
+    def tensors(self, run: StageRun) -> Iterator[StageTensor]:
+        tables, operations, dropped, divisor = self._parts(run)
+        for each in tables:
+            found = fused_stage_tensors(each, operations, dropped, blockwise=self._blockwise)
+            yield from (replace(one, bytes=one.bytes / divisor) for one in found)
+
+    def _parts(self, run: StageRun) -> tuple[list[WorkTables], tuple[Span, ...], tuple[Span, ...], int]:
+        """The tables of each share; the operations of the stage, and those that run again; the divisor of bytes."""
+        samples, divisor = self._work.slice_of(run.samples, run.stage.replicas)
+        dropped = self._work.dropped(samples, run.stage, recompute=run.recompute)
+        return [self._work.tables(samples, share) for share in run.shares], run.stage.operations, dropped, divisor
+
+    def private(self, run: StageRun, share: Share) -> frozenset[int]:
+        return frozenset()  # all gradients are in buffers
+
+    def saved_from(self, run: StageRun, kept_from: np.ndarray) -> None:
+        return None
 
 
 def fused_stage_memory(
     tables: WorkTables, operations: Sequence[Span], dropped: Sequence[Span], *, blockwise: bool
 ) -> StageMemory:
-    """The memory of a stage that runs ``operations`` and recomputes the operations in ``dropped``.
-
-    ``blockwise``: a recomputing stage keeps the input of each block, and recomputes one block at a time.
-    """
+    """The memory of a stage that runs ``operations`` and recomputes the operations in ``dropped``."""
     work = tables.work
     received, sent = float(work.crossing[operations[0][0]]), float(work.crossing[operations[-1][1]])
     again = tables.saved(dropped) if dropped else 0.0

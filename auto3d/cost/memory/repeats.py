@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from auto3d.cost.memory.tensors import Tensors
+from auto3d.cost.tensors import Tensors
 
 _MOST_DISTANCES = 8  # how many possible periods are tried
 

@@ -7,12 +7,11 @@ earlier operations made and later ones used. Autograd frees what an operation sa
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from auto3d.cost.memory.tensors import Tensors
-
-Span = tuple[int, int]  # positions of operations: the first, and the one after the last
+from auto3d.cost.tensors import Span, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,24 +44,13 @@ class RunBytes:
     def later(self, operations: int, memories: int, own: int) -> "RunBytes":
         """The same of operations that come so many later; the numbers of memories grow from number ``own`` on."""
 
-        def peak(one: Peak) -> Peak:
-            return Peak(size=one.size, position=one.position + operations)
-
-        def moved(numbers: frozenset[int]) -> frozenset[int]:
-            return frozenset(number + memories if number >= own else number for number in numbers)
-
-        return replace(
-            self,
-            taken=moved(self.taken),
-            given=moved(self.given),
-            earlier=moved(self.earlier),
-            forward=peak(self.forward),
-            dropping=peak(self.dropping),
-            again=peak(self.again),
-            backward=peak(self.backward),
-            first_backward=peak(self.first_backward),
-            weight_half=peak(self.weight_half),
-        )
+        changed: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Peak):
+                changed[name] = replace(value, position=value.position + operations)
+            elif isinstance(value, frozenset):
+                changed[name] = frozenset(number + memories if number >= own else number for number in value)
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,13 @@
 """The bytes of runs of operations of one Graph, each kind of run counted once."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
 from auto3d.cost.memory.repeats import Repeats, find_repeats
-from auto3d.cost.memory.segment import RunBytes, Span, segment_of
-from auto3d.cost.memory.tensors import Tensors
+from auto3d.cost.memory.segment import RunBytes, segment_of
+from auto3d.cost.tensors import Span, Tensors
 
 
 class Segments:
@@ -15,12 +15,7 @@ class Segments:
 
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
-        self._found: dict[tuple[tuple[Span, ...], frozenset[int], bool], RunBytes] = {}
-
-    @property
-    def counted(self) -> int:
-        """The number of runs that were counted so far."""
-        return len(self._found)
+        self._count = cache(lambda spans, shared, split: segment_of(tensors, spans, shared=shared, split=split)[0])
 
     @cached_property
     def _repeats(self) -> tuple[Repeats, ...]:
@@ -44,12 +39,6 @@ class Segments:
         repeats, periods = found
         here = self._count(earlier(spans, by := periods * repeats.period), frozenset(), split)
         return here.later(by, periods * repeats.memories, repeats.own) if periods else here
-
-    def _count(self, spans: tuple[Span, ...], shared: frozenset[int], split: bool) -> RunBytes:
-        key = spans, shared, split
-        if key not in self._found:
-            self._found[key], _ = segment_of(self.tensors, spans, shared=shared, split=split)
-        return self._found[key]
 
     def used_outside(self, spans: Sequence[Span]) -> frozenset[int]:
         """The trained parameters that several operations use, one of them outside of ``spans``."""

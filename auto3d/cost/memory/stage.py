@@ -5,11 +5,9 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
-from auto3d.cost.memory.segment import Peak, RunBytes, Span
+from auto3d.cost.memory.segment import Peak, RunBytes
 from auto3d.cost.memory.segments import Segments
-from auto3d.cost.memory.tensors import Tensors
+from auto3d.cost.tensors import Span, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,23 +39,17 @@ class StageMemory:
         """The bytes at an equal part of the samples; the bytes of weights are divided, too."""
         if by == 1:
             return self
-        changed: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Peak):
-                changed[field.name] = replace(value, size=value.size / by)
-            elif field.name != "private":
-                changed[field.name] = value / by
-        return replace(self, **changed)
+        changed: dict[str, Any] = {
+            name: replace(value, size=value.size / by) if isinstance(value, Peak) else value / by
+            for name, value in vars(self).items()
+        }
+        return replace(self, **changed | {"private": self.private})
 
     def moved(self, position: Callable[[int], int]) -> "StageMemory":
         """The same with ``position`` of each peak's position."""
-        changed: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Peak):
-                changed[field.name] = replace(value, position=position(value.position))
-        return replace(self, **changed)
+        peaks = {name: value for name, value in vars(self).items() if isinstance(value, Peak)}
+        moved: dict[str, Any] = {name: replace(peak, position=position(peak.position)) for name, peak in peaks.items()}
+        return replace(self, **moved)
 
 
 def mean_of_slices(slices: Sequence[StageMemory]) -> StageMemory:
@@ -65,13 +57,13 @@ def mean_of_slices(slices: Sequence[StageMemory]) -> StageMemory:
 
     Any of them may be in flight, so the bytes that it holds are their mean. Each peak is the largest.
     """
+    if len(slices) == 1:
+        return slices[0]
     found: dict[str, Any] = {}
     for field in fields(StageMemory):
         values = [getattr(one, field.name) for one in slices]
-        if isinstance(values[0], Peak):
-            found[field.name] = max(values, key=lambda peak: peak.size)
-        else:
-            found[field.name] = sum(values) / len(values)
+        is_peak = isinstance(values[0], Peak)
+        found[field.name] = max(values, key=lambda peak: peak.size) if is_peak else sum(values) / len(values)
     return StageMemory(**found)
 
 
@@ -103,12 +95,7 @@ def stage_runs(segments: Segments, operations: Sequence[Span], dropped: Sequence
 
 
 def stage_memory(
-    segments: Segments,
-    operations: Sequence[Span],
-    dropped: Sequence[Span],
-    *,
-    split: bool,
-    block: Span | None = None,
+    segments: Segments, operations: Sequence[Span], dropped: Sequence[Span], *, split: bool, block: Span | None = None
 ) -> StageMemory:
     """The memory of a stage that runs ``operations`` and recomputes the operations in ``dropped``.
 
@@ -221,13 +208,3 @@ def runs_of(operations: Sequence[Span], dropped: Sequence[Span]) -> list[tuple[b
         else:
             runs.append((is_kept, [(first, last)]))
     return runs
-
-
-def private_parameters(segments: Segments, operations: Sequence[Span], dropped: Sequence[Span]) -> frozenset[int]:
-    """The trained parameters whose gradients the first backward of a stage makes: one run of operations uses each."""
-    tensors, found = segments.tensors, set[int]()
-    for _, spans in runs_of(operations, dropped):
-        for first, last in spans:
-            inside = slice(*np.searchsorted(tensors.state_at, (first, last)))
-            found |= set(tensors.state_of[inside].tolist()) - segments.used_outside(spans)
-    return frozenset(found)

@@ -3,19 +3,19 @@
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from auto3d.cost.memory.parameters import local_spans
-from auto3d.cost.memory.segment import RunTensors, Span, segment_of
+from auto3d.cost.memory.segment import RunTensors, segment_of
 from auto3d.cost.memory.segments import Segments
 from auto3d.cost.memory.stage import runs_of, stage_runs
-from auto3d.cost.memory.tensors import Tensors
+from auto3d.cost.parameters import local_spans
 from auto3d.cost.tables import WorkTables, without
+from auto3d.cost.tensors import Span, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTensor:
     """A tensor that a stage holds once for each micro-batch of a count."""
 
-    count: str  # a name in COUNTS of auto3d.schedule.moments
+    count: str  # a field of Counts
     kind: str  # an entry of DeviceMemory
     name: str
     bytes: float

@@ -14,6 +14,7 @@ import numpy as np
 from auto3d.capture.graph import Graph, GraphNode
 from auto3d.tensor.conversions import conversion_of
 
+Span = tuple[int, int]  # positions of operations: the first, and the one after the last
 WITH_EARLIER = "auto3d.with_earlier.default"  # joins the keys or the values of all slices so far
 # Operators whose backward returns the gradient of the result as the gradient of each operand of the same shape.
 _PASSES_GRADIENT = ("aten.add.Tensor", "aten.add_.Tensor", "aten.alias.default", "aten.dropout.default")
@@ -322,17 +323,13 @@ def _is_view(node: GraphNode) -> bool:
 def _temporaries(graph: Graph, node: GraphNode, shapes: Mapping[str, tuple[int, ...]]) -> tuple[float, float]:
     """Bytes that the forward and the backward of ``node`` allocate beside operands, results and their gradients."""
     operator = node.operator
-    if (
-        operator == "aten.cross_entropy_loss.default"
-    ):  # the gradient of the log-softmax, which is as large as what the forward saved
-        return 0.0, float(node.saved_bytes)
+    if operator == "aten.cross_entropy_loss.default":
+        return 0.0, float(node.saved_bytes)  # the gradient of the log-softmax, as large as what the forward saved
     if operator == "aten.scaled_dot_product_attention.default":
         query, key = (shapes[name] for name in node.reads[:2])
         item = node.outputs[0].item_bytes
         matrix = prod(query[:-1]) * key[-2] * item
-        if (
-            node.saved_bytes >= matrix
-        ):  # not one kernel: the gradient of its matrix of weights, before and after softmax
+        if node.saved_bytes >= matrix:  # not one kernel: gradients of its matrix of weights, before and after softmax
             return 0.0, float(max(matrix, 2 * matrix - (prod(query) + prod(key)) * item))
     return 0.0, 0.0
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 import numpy as np
 
-from auto3d.cost.memory.segment import Span
-from auto3d.cost.memory.tensors import Tensors
 from auto3d.cost.tables import WorkTables
+from auto3d.cost.tensors import Span, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,7 @@ def parameters_of(tables: WorkTables, operations: Sequence[Span]) -> Iterator[Pa
     if not tensors.parameters:
         yield from _of_layers(tables, operations)
         return
-    used = [_states(tensors, span) for span in local_spans(tensors, operations)]
-    for number in dict.fromkeys(number for each in used for number in each):
+    for number in parameters_in(tensors, local_spans(tensors, operations)):
         yield Parameter(
             number=number,
             name=tensors.parameters[number],
@@ -54,9 +53,10 @@ def _layer(name: str, elements: float) -> Parameter:
     return Parameter(number=-1, name=name, elements=elements, shape=(), gradient=0.0, low=0.0)
 
 
-def _states(tensors: Tensors, span: Span) -> list[int]:
-    """The parameters that the operations of a span of the rank's own positions use, with repetitions."""
-    return tensors.state_of[slice(*np.searchsorted(tensors.state_at, span))].tolist()
+def parameters_in(tensors: Tensors, spans: Sequence[Span]) -> list[int]:
+    """The numbers of the trained parameters that operations in ``spans`` of the rank's own positions use, each once."""
+    used = (tensors.state_of[slice(*np.searchsorted(tensors.state_at, span))].tolist() for span in spans)
+    return list(dict.fromkeys(chain.from_iterable(used)))
 
 
 def local_spans(tensors: Tensors, spans: Sequence[Span]) -> tuple[Span, ...]:
