@@ -21,6 +21,14 @@ _HEADERS = ("nvidia/cu13/include", "nvidia/nccl/include", "triton/backends/nvidi
 _LEFT_OUT = ("__CUDA_FP16_H__", "__CUDA_BF16_H__", "__CUDA_FP8_H__")  # guards of headers that need a toolkit
 _OPENED = ("libcuda.so.1", "libnvidia-ml.so.1")  # what torch and its Python code open by name
 
+# Functions that succeed and do nothing. The work of a destroyed stream or communicator goes on, so its memory stays.
+_NOTHING = """
+__cudaRegisterFatBinaryEnd __cudaRegisterVar __cudaUnregisterFatBinary cuCtxSetCurrent cuInit cuMemSetAccess
+cudaDeviceEnablePeerAccess cudaFuncSetAttribute cudaKernelSetAttributeForDevice cudaMemcpyToSymbol cudaProfilerStart
+cudaProfilerStop cudaStreamDestroy cudaThreadExchangeStreamCaptureMode ncclCommDestroy ncclCommFinalize nvmlInit
+nvmlInit_v2 nvmlShutdown
+"""
+
 
 def has_cuda_build() -> bool:
     """Whether this Python has a torch that was built with CUDA."""
@@ -58,6 +66,7 @@ def environment(*, computes: bool, **settings: int) -> dict[str, str]:
     """The environment of a process on what ``build`` has made; driver.cpp lists the ``settings``."""
     values = {f"SIMULATED_CUDA_{name.upper()}": str(value) for name, value in settings.items()}
     values["SIMULATED_CUDA_COMPUTES"] = str(int(computes))
+    values["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # not a warning for each group whose messages are not batched
     values["LD_PRELOAD"] = str(BUILT / "libsimulated.so")
     values["LD_LIBRARY_PATH"] = str(BUILT)
     values["PYTHONPATH"] = os.pathsep.join(filter(None, [str(BUILT), os.environ.get("PYTHONPATH")]))
@@ -74,11 +83,13 @@ def _compiled(name: str, options: Sequence[str]) -> str:
 
 
 def _stubs(objects: Sequence[str]) -> str:
-    """C code of every function of CUDA's libraries that torch's libraries import and ``objects`` lack."""
+    """C code of functions that do nothing, and of all in CUDA's libraries that torch imports and ``objects`` lack."""
     libraries = [*sorted(TORCH.glob("lib/libtorch*.so")), TORCH / "lib/libc10_cuda.so"]
     imported = _symbols("--undefined-only", "-D", *map(str, libraries))
     missing = {name for name in imported if _IMPORTED.fullmatch(name)} - _symbols("--defined-only", *objects)
-    functions = "".join(f'int {name}(void) {{ return simulated_stub("{name}"); }}\n' for name in sorted(missing))
+    missing.difference_update(_NOTHING.split())
+    functions = "".join(f"int {name}(void) {{ return 0; }}\n" for name in _NOTHING.split())
+    functions += "".join(f'int {name}(void) {{ return simulated_stub("{name}"); }}\n' for name in sorted(missing))
     return f"int simulated_stub(const char* function);\n{functions}"
 
 

@@ -12,6 +12,7 @@
 
 #include <cuda.h>
 #include <cxxabi.h>
+#include <dlfcn.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -35,6 +36,7 @@
 #include <utility>
 #include <vector>
 
+#undef cuMemGetAddressRange
 #undef cudaGetDeviceProperties
 #undef cudaGetDriverEntryPointByVersion
 #undef cudaMemcpyAsync
@@ -394,7 +396,6 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int of_
   return cudaSuccess;
 }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { *can = 1; return cudaSuccess; }
-cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { ON_DEVICE; return cudaSuccess; }
 cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int of_device) {
   snprintf(text, size, "FFF0:%02X:00.0", 0x10 + devices()[of_device]);
   return cudaSuccess;
@@ -510,7 +511,6 @@ static cudaError_t create(cudaStream_t* stream) {
 cudaError_t cudaStreamCreate(cudaStream_t* stream) { ON_DEVICE; return create(stream); }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return cudaStreamCreate(stream); }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return cudaStreamCreate(stream); }
-cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }  // its work goes on, so its memory stays
 cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return cudaSuccess; }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   ON_DEVICE;
@@ -532,7 +532,6 @@ cudaError_t cudaStreamGetCaptureInfo(
   *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
   ON_DEVICE;
   enqueue(stream, [=] { function(data); });
@@ -588,8 +587,6 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
   found->maxDynamicSharedSizeBytes = 166912;
   return cudaSuccess;
 }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
-cudaError_t cudaKernelSetAttributeForDevice(cudaKernel_t, cudaFuncAttribute, int, int) { return cudaSuccess; }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
   *blocks = 2;
   return cudaSuccess;
@@ -635,59 +632,53 @@ cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, 
   return cudaSuccess;
 }
 void** __cudaRegisterFatBinary(void*) { static void* handle[4]; return handle; }
-void __cudaRegisterFatBinaryEnd(void**) {}
-void __cudaUnregisterFatBinary(void**) {}
 char __cudaInitModule(void**) { return 1; }
 void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*, int*) {
   if (COMPUTES) kernel_names[function] = name;  // libraries are loaded one after the other
 }
-void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
 cudaError_t cudaGetSymbolAddress(void** address, const void*) {
   static char memory[1 << 16];
   *address = memory;
   return cudaSuccess;
 }
-cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) { return cudaSuccess; }
-cudaError_t cudaProfilerStart() { return cudaSuccess; }
-cudaError_t cudaProfilerStop() { return cudaSuccess; }
 
 // The driver: what torch's allocator uses for expandable segments, and what Python asks before it starts CUDA.
-static CUresult reserve_addresses(CUdeviceptr* address, size_t size, size_t, CUdeviceptr, unsigned long long) {
+CUresult cuMemAddressReserve(CUdeviceptr* address, size_t size, size_t, CUdeviceptr, unsigned long long) {
   *address = (CUdeviceptr)reserve(size, PROT_NONE);
   if (!*address) return CUDA_ERROR_OUT_OF_MEMORY;
   std::lock_guard<std::mutex> guard(lock);
   blocks[(char*)*address] = {size, true, device, 0};
   return CUDA_SUCCESS;
 }
-static CUresult free_addresses(CUdeviceptr address, size_t size) {
+CUresult cuMemAddressFree(CUdeviceptr address, size_t size) {
   { std::lock_guard<std::mutex> guard(lock); blocks.erase((char*)address); }
   munmap((void*)address, size);
   return CUDA_SUCCESS;
 }
-static CUresult create_memory(CUmemGenericAllocationHandle* handle, size_t size, const CUmemAllocationProp* wanted, unsigned long long) {
+CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size, const CUmemAllocationProp* wanted, unsigned long long) {
   if (!charge(wanted->location.id, size)) return CUDA_ERROR_OUT_OF_MEMORY;
   *handle = size << 6 | wanted->location.id;
   return CUDA_SUCCESS;
 }
-static CUresult release_memory(CUmemGenericAllocationHandle handle) {
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   give_back(handle & 63, handle >> 6);
   return CUDA_SUCCESS;
 }
-static CUresult map_memory(CUdeviceptr address, size_t size, size_t, CUmemGenericAllocationHandle, unsigned long long) {
+CUresult cuMemMap(CUdeviceptr address, size_t size, size_t, CUmemGenericAllocationHandle, unsigned long long) {
   mprotect((void*)address, size, PROT_READ | PROT_WRITE);
   if (POISON) memset((void*)address, 0xff, size);
   return CUDA_SUCCESS;
 }
-static CUresult unmap_memory(CUdeviceptr address, size_t size) {  // an access from now on is a memory fault
+CUresult cuMemUnmap(CUdeviceptr address, size_t size) {  // an access from now on is a memory fault
   madvise((void*)address, size, MADV_DONTNEED);
   mprotect((void*)address, size, PROT_NONE);
   return CUDA_SUCCESS;
 }
-static CUresult granularity(size_t* bytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
   *bytes = PAGE;
   return CUDA_SUCCESS;
 }
-static CUresult address_range(CUdeviceptr* base, size_t* size, CUdeviceptr address) {
+CUresult cuMemGetAddressRange(CUdeviceptr* base, size_t* size, CUdeviceptr address) {
   Block block;
   char* found;
   if (!find((void*)address, &block, &found)) return CUDA_ERROR_INVALID_VALUE;
@@ -695,43 +686,23 @@ static CUresult address_range(CUdeviceptr* base, size_t* size, CUdeviceptr addre
   *size = block.size;
   return CUDA_SUCCESS;
 }
-static CUresult driver_error(CUresult code, const char** text) {
+CUresult cuGetErrorString(CUresult code, const char** text) {
   *text = cudaGetErrorString((cudaError_t)code);
   return CUDA_SUCCESS;
 }
-static CUresult driver_attribute(int* value, CUdevice_attribute, CUdevice) { *value = 1; return CUDA_SUCCESS; }
-static CUresult current_context(CUcontext* context) { *context = (CUcontext)0x20; return CUDA_SUCCESS; }
-static CUresult driver_device(CUdevice* found, int number) { *found = number; return CUDA_SUCCESS; }
-static CUresult nothing() { return CUDA_SUCCESS; }
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) { *value = 1; return CUDA_SUCCESS; }
+CUresult cuCtxGetCurrent(CUcontext* context) { *context = (CUcontext)0x20; return CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice* found, int number) { *found = number; return CUDA_SUCCESS; }
 static CUresult unknown() { return (CUresult)simulated_stub("a function of the driver"); }
 cudaError_t cudaGetDriverEntryPointByVersion(
     const char* name, void** function, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* result) {
-  static const auto& known = *new std::map<std::string, void*>{
-      {"cuDeviceGet", (void*)driver_device},
-      {"cuDeviceGetAttribute", (void*)driver_attribute},
-      {"cuMemAddressReserve", (void*)reserve_addresses},
-      {"cuMemAddressFree", (void*)free_addresses},
-      {"cuMemCreate", (void*)create_memory},
-      {"cuMemRelease", (void*)release_memory},
-      {"cuMemMap", (void*)map_memory},
-      {"cuMemUnmap", (void*)unmap_memory},
-      {"cuMemSetAccess", (void*)nothing},
-      {"cuMemGetAllocationGranularity", (void*)granularity},
-      {"cuMemGetAddressRange", (void*)address_range},
-      {"cuGetErrorString", (void*)driver_error},
-      {"cuCtxGetCurrent", (void*)current_context},
-      {"cuCtxSetCurrent", (void*)nothing},
-  };
-  auto found = known.find(name);
-  *function = found == known.end() ? (void*)unknown : found->second;
+  void* found = dlsym(RTLD_DEFAULT, name);
+  *function = found ? found : (void*)unknown;
   if (result) *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
-CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int* version) { return (CUresult)cudaDriverGetVersion(version); }
 CUresult cuDeviceGetCount(int* count) { *count = devices().size(); return CUDA_SUCCESS; }
-CUresult cuDeviceGet(CUdevice* found, int number) { return driver_device(found, number); }
-CUresult cuGetErrorString(CUresult code, const char** text) { return driver_error(code, text); }
 CUresult cuDevicePrimaryCtxGetState(CUdevice of_device, unsigned* flags, int* active) {
   *flags = 0;
   *active = has_context[of_device];
@@ -739,9 +710,6 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice of_device, unsigned* flags, int* ac
 }
 
 // NVML, as far as torch counts devices by it
-int nvmlInit() { return 0; }
-int nvmlInit_v2() { return 0; }
-int nvmlShutdown() { return 0; }
 int nvmlDeviceGetCount_v2(unsigned* count) {
   *count = std::min<long>(setting("SIMULATED_CUDA_DEVICES", 8), MOST_DEVICES);
   return 0;
