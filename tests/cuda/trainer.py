@@ -6,8 +6,10 @@ It appends a line per script and plan, in JSON, to FILE. The exit code is 1 if a
 import os
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
+from io import StringIO
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -69,19 +71,23 @@ def scripts() -> list[Script]:
     return found + [Script(f"{name}, bfloat16", partial(of_model_in_bfloat16, name)) for name in ("a count", "experts")]
 
 
-def train(world: World, script: Script, folder: str, port: int | None, **degrees: int) -> list[float]:
+def train(
+    world: World, script: Script, folder: str, port: int | None, *, use_cpu: bool = False, **degrees: int
+) -> list[float]:
     """The numbers of its log, in transformers' Trainer if ``degrees`` is empty."""
     begin(world, Path(folder), port, ours=bool(degrees), **degrees)
     classes = OURS if degrees else THEIRS
-    trainer = script.make(*classes, use_cpu=False, gradient_accumulation_steps=4 // degrees.get("dp", 1))
-    assert trainer.args.device.type == "cuda"
-    trainer.train()
+    trainer = script.make(*classes, use_cpu=use_cpu, gradient_accumulation_steps=4 // degrees.get("dp", 1))
+    assert trainer.args.device.type == ("cpu" if use_cpu else "cuda")
+    with redirect_stdout(StringIO()):  # its log is returned
+        trainer.train()
     return [entry[key] for entry in trainer.state.log_history for key in KEYS if key in entry]
 
 
-def run(pool: ProcessPool, script: Script, degrees: dict[str, int]) -> dict[str, Any]:
+def run(pool: ProcessPool, script: Script, degrees: dict[str, int], cpus: ProcessPool | None = None) -> dict[str, Any]:
+    """Compare the Trainers; transformers' runs on ``cpus``, if they are given."""
     with TemporaryDirectory() as folder:
-        [expected] = pool.run(1, train, script, folder, None)
+        [expected] = (cpus or pool).run(1, partial(train, use_cpu=cpus is not None), script, folder, None)
         ranks = pool.run(prod(degrees.values()), partial(train, **degrees), script, folder, free_port())
     if any(len(found) != len(expected) for found in ranks):
         return {"verdict": "wrong", "note": f"{len(expected)} numbers in its log; {[len(found) for found in ranks]}"}

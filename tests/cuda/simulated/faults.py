@@ -1,20 +1,62 @@
 """Faults that the simulated CUDA must find, planted in the engine and in a small program of streams."""
 
-from collections.abc import Callable
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from auto3d.runtime.executor import Executor
 from auto3d.runtime.messages.exchange import Exchange
 from auto3d.runtime.messages.gradient_sync import GradientSync
 from auto3d.runtime.messages.slice_collectives import Begun
+from auto3d.runtime.messages.totals import Totals
 from auto3d.runtime.process.world import World, join, leave
 from auto3d.runtime.samples.loading import CudaPinnedMemory
 from auto3d.schedule.program import Message
 
 RECEIVE = Exchange.receive
+RUN, FORWARD = Executor.run, Executor._forward
+HOST_READ = "called a synchronizing CUDA operation"  # in torch's error
+
+
+def _in_mode(function: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    """``function`` in torch's ``mode`` for calls that wait for the device: "error" or "default"."""
+
+    @wraps(function)
+    def changed(*arguments: Any, **options: Any) -> Any:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            return function(*arguments, **options)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    return changed
+
+
+def refuse_host_reads() -> None:
+    """Let the executor raise an error where it waits for the device, but for the sums with which iterations end."""
+    warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+    no_more = object()
+
+    def run(*arguments: Any) -> Iterator[Any]:
+        step = _in_mode(partial(next, RUN(*arguments), no_more), "error")
+        yield from iter(step, no_more)
+
+    Executor.run = run  # type: ignore[method-assign]
+    for name in ("reduce", "_next"):
+        setattr(Totals, name, _in_mode(getattr(Totals, name), "default"))
+
+
+def forward_that_is_read(self: Any, *arguments: Any) -> None:
+    """``Executor._forward`` after which the host looks at a value of the device."""
+    FORWARD(self, *arguments)
+    assert torch.ones((), device="cuda").item() == 1
 
 
 def message_without_waiting(self: Any, message: Message) -> dict[str, torch.Tensor]:
@@ -41,6 +83,7 @@ def without_event(self: Any, tensors: dict[str, torch.Tensor]) -> tuple[dict[str
 # What is planted -> the class, its method, what it is replaced by, and a case of parity.py that must come out wrong.
 IN_THE_ENGINE: dict[str, tuple[type, str, Callable[..., Any], str]] = {
     "no event between a message and its use": (Exchange, "receive", message_without_waiting, "1f1b"),
+    "a host read of a device value": (Executor, "_forward", forward_that_is_read, "one rank"),
     "no event between a sum of gradients and its use": (GradientSync, "_wait", sum_without_waiting, "data"),
     "pinned buffers that are written while the device reads them": (
         CudaPinnedMemory,
@@ -105,5 +148,20 @@ def of_sums(world: World, sizes: tuple[int, int]) -> float:
         tensor = torch.full((sizes[world.rank],), world.rank + 1.0, device=device)
         dist.all_reduce(tensor, group=group)
         return float(tensor.sum().item())
+    finally:
+        leave()
+
+
+def of_groups(world: World, orders: tuple[tuple[int, int], tuple[int, int]]) -> float:
+    """A sum in each of two groups of the same two ranks, of which each uses them in its own of ``orders`` first."""
+    os.environ["SIMULATED_CUDA_JOIN_S"] = "20"
+    device = torch.device("cuda", world.rank)
+    join(world, device=device, timeout_s=60)
+    try:
+        groups = [dist.new_group([0, 1], backend="nccl") for _ in range(2)]
+        tensor = torch.full((3,), world.rank + 1.0, device=device)
+        for number in orders[world.rank]:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM if number == 0 else dist.ReduceOp.MAX, group=groups[number])
+        return float(tensor.max().item())
     finally:
         leave()

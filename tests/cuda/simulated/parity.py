@@ -8,7 +8,7 @@ PyTorch, too: on a CPU in float32, and in low precision on a simulated GPU, whos
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -23,21 +23,25 @@ import numpy as np
 import torch
 import transformers
 
-from auto3d.plan import SUB_PIPELINED
+from auto3d.plan import SUB_PIPELINED, Plan
+from auto3d.runtime.evaluation.run import evaluate
 from auto3d.runtime.process.arithmetic import set_arithmetic
 from auto3d.runtime.process.gpu_environment import set_gpu_environment
 from auto3d.runtime.process.world import World
-from auto3d.runtime.settings import OptimizerSettings
+from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
+from auto3d.runtime.training import Training
+from auto3d.schedule import samples_at_once
 from tests import models
+from tests.cuda import trainer
 from tests.cuda.simulated import faults
-from tests.distributed import grid
+from tests.distributed import test_uneven
 from tests.distributed.parity import ADAMW, SGD, assert_parity, make_plan, parameters_after, plain_pytorch, run_rank
 from tests.processes import ProcessPool
 
 
 @dataclass(frozen=True)
 class Case:
-    """A plan, by the arguments of ``make_plan``."""
+    """A plan, by the arguments of ``make_plan``; of stages with different numbers of ``replicas``, if there are any."""
 
     name: str
     model: str
@@ -45,12 +49,14 @@ class Case:
     optimizer: OptimizerSettings = SGD
 
     @property
-    def plan(self) -> dict[str, Any]:
-        return {"dp": 1, "pp": 1, "tp": 1} | dict(self.axes)
-
-    @property
     def ranks(self) -> int:
-        return self.plan["dp"] * self.plan["pp"] * self.plan["tp"]
+        axes = dict(self.axes)
+        return axes.get("dp", 1) * axes.get("tp", 1) * sum(axes.get("replicas", (axes.get("pp", 1),)))
+
+    def plan(self) -> Plan:
+        if "replicas" in dict(self.axes):
+            return test_uneven.make_plan(self.model, **dict(self.axes))
+        return make_plan(self.model, **({"dp": 1, "pp": 1} | dict(self.axes)))
 
 
 def case(name: str, model: str, optimizer: OptimizerSettings = SGD, **axes: Any) -> Case:
@@ -70,19 +76,26 @@ CASES = (
     case("chimera", "bert-dropout", pp=2, schedule="chimera"),
     case("interleaved", "gpt2-dropout", pp=2, schedule="interleaved-1f1b"),
     case("recomputed", "vit-dropout", pp=2, options={"recompute": "full"}),
+    case("slices", "gpt2-4-heads-dropout", pp=2, schedule="seq1f1b", options={"slices": 2}),
+    case("uneven replicas", "gpt2", replicas=[2, 1]),
     case("bfloat16", "gpt2-dropout@bfloat16", pp=2),
     case("bfloat16, recomputed", "t5@bfloat16", pp=2, options={"recompute": "full"}),
     case("bfloat16, ZeRO-1", "gpt2@bfloat16", dp=2, shard_optimizer=True),
     case("data, tensor and pipeline", "gpt2-4-heads", dp=2, pp=2, tp=2, sequence_parallel=True),
 )
 
+EVALUATED = case("evaluated", "gpt2-4-heads-dropout", ADAMW, tp=2)
+SCRIPT = case("Trainer", "a count", pp=2)
+Run = Callable[[Case, ProcessPool, ProcessPool], tuple[bool, str]]
+
 
 def begin_on_device(rank: int, *, fault: str = "") -> None:
     """Prepare a process that will use a simulated GPU, with ``fault`` of ``faults.IN_THE_ENGINE`` planted, if any."""
+    os.environ.pop("CUDA_VISIBLE_DEVICES")
+    faults.refuse_host_reads()
     if fault:
         of, method, replacement, _ = faults.IN_THE_ENGINE[fault]
         setattr(of, method, replacement)
-    os.environ.pop("CUDA_VISIBLE_DEVICES")
     set_gpu_environment()
     set_arithmetic(torch.device("cuda"), tf32=False, deterministic=True)
 
@@ -94,15 +107,37 @@ def begin_on_cpu(rank: int) -> None:
 def train(world: World, of: Case, *, on_device: bool) -> list[dict]:
     """What the runtime gives for ``of`` on this rank."""
     device = torch.device("cuda", world.rank) if on_device else torch.device("cpu")
-    trained = run_rank(world, of.model, make_plan(of.model, **of.plan), of.optimizer, device=device)
+    trained = run_rank(world, of.model, of.plan(), of.optimizer, device=device)
     if on_device and (folder := os.environ.get("SIMULATED_CUDA_OPERATORS")):
         import_module("simulated_cuda").write_operators(f"{folder}/{os.getpid()}.txt")
     return trained
 
 
+def evaluated(world: World, of: Case, *, on_device: bool) -> dict[str, np.ndarray]:
+    """The losses of a training that evaluates between its iterations, the results of that, and the last state."""
+    plan, data = of.plan(), models.TRAINED[of.model][1]
+    settings = TrainingSettings(
+        iterations=2,
+        optimizer=of.optimizer,
+        device="cuda" if on_device else "cpu",
+        threads_per_rank=1,
+        timeout_s=60,
+    )
+    training = Training(models.captured(of.model, samples_at_once(plan)), plan, settings, data, world)
+    found: dict[str, np.ndarray] = {}
+    for number, result in training.iterations():
+        found[f"loss {number}"] = np.array(result.loss)
+        if number == 0:
+            of_evaluation = evaluate(training, data, samples=plan.global_batch, outputs=("logits",))
+            found["losses of the evaluation"] = np.array(of_evaluation.losses)
+            found |= {name: tensor.numpy() for name, tensor in of_evaluation.outputs.items()}
+    return found | {name: part.tensor.detach().cpu().numpy() for name, part in training.rank.state().items()}
+
+
 def reference(world: World, of: Case, device: torch.device, after: list[dict[str, np.ndarray]]) -> list[dict]:
     """Plain PyTorch on ``device``, whose iterations begin with the parameters ``after`` the last, if there are any."""
-    options: dict[str, Any] = {"micro_batch_size": grid.SAMPLES, "optimizer": of.optimizer}
+    plan = of.plan()
+    options = {"micro_batch_size": samples_at_once(plan), "global_batch": plan.global_batch, "optimizer": of.optimizer}
     return plain_pytorch(of.model, device=device, after=after, **options)
 
 
@@ -116,11 +151,15 @@ def difference(ours: list[dict], theirs: list[dict]) -> float:
             for kind in ("gradients", "parameters", "buffers"):
                 assert one[kind].keys() == other[kind].keys(), f"other {kind}"
                 pairs += [(one[kind][name], other[kind][name]) for name in one[kind]]
-            for x, y in pairs:
-                if not np.array_equal(x, y):
-                    relative = float(np.abs(x - y).max() / (np.abs(y).max() + 1e-2))
-                    largest = max(largest, np.inf if np.isnan(relative) else relative)
+            largest = max(largest, *(relative_difference(x, y) for x, y in pairs))
     return largest
+
+
+def relative_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
+    if np.array_equal(ours, theirs):
+        return 0.0
+    relative = float(np.abs(ours - theirs).max() / (np.abs(theirs).max() + 1e-2))
+    return np.inf if np.isnan(relative) else relative
 
 
 def run(of: Case, devices: ProcessPool, cpus: ProcessPool) -> tuple[bool, str]:
@@ -129,8 +168,7 @@ def run(of: Case, devices: ProcessPool, cpus: ProcessPool) -> tuple[bool, str]:
     theirs = cpus.run(of.ranks, partial(train, on_device=False), of)
     losses = ", ".join(f"{step['result'].loss:.6f}" for step in ours[0]["history"])
     found = difference(ours, theirs)
-    equal = "equal in bits to the CPU runtime" if found == 0 else f"differs from the CPU runtime by {found:.1e}"
-    text = f"{equal}; losses {losses}"
+    text = f"{in_words(found)}; losses {losses}"
     low_precision = "@" in of.model  # whose rules of autocast differ between CPUs and GPUs
     if low_precision:
         [expected] = devices.run(1, reference, of, torch.device("cuda", 0), parameters_after(ours))
@@ -143,11 +181,35 @@ def run(of: Case, devices: ProcessPool, cpus: ProcessPool) -> tuple[bool, str]:
     return low_precision or found < 1e-5, text
 
 
-def report(of: Case, devices: ProcessPool, cpus: ProcessPool) -> bool:
-    """Print what ``run`` finds; returns whether it is right."""
+def run_evaluated(of: Case, devices: ProcessPool, cpus: ProcessPool) -> tuple[bool, str]:
+    """As ``run``, of ``evaluated``."""
+    ours = devices.run(of.ranks, partial(evaluated, on_device=True), of)
+    theirs = cpus.run(of.ranks, partial(evaluated, on_device=False), of)
+    found = max(
+        relative_difference(mine[name], values[name])
+        for mine, values in zip(ours, theirs, strict=True)
+        for name in mine.keys() | values.keys()
+    )
+    return found < 1e-5, f"an evaluation between two iterations {in_words(found)}"
+
+
+def run_script(of: Case, devices: ProcessPool, cpus: ProcessPool) -> tuple[bool, str]:
+    """As ``run``, of a script for auto3d's Trainer, and the same for transformers' on a CPU."""
+    [script] = [each for each in trainer.scripts() if each.name == of.model]
+    found = trainer.run(devices, script, dict(of.axes), cpus)
+    note = f"by {found['error']:.1e}" if "error" in found else found["note"]
+    return found["verdict"] == "right", f"differs from transformers' Trainer: {note}"
+
+
+def in_words(difference: float) -> str:
+    return f"differs from the CPU runtime by {difference:.1e}" if difference else "equal in bits to the CPU runtime"
+
+
+def report(of: Case, devices: ProcessPool, cpus: ProcessPool, how: Run = run) -> bool:
+    """Print what ``how`` finds; returns whether it is right."""
     begun = time.monotonic()
     try:
-        right, text = run(of, devices, cpus)
+        right, text = how(of, devices, cpus)
     except AssertionError as error:
         right, text = False, f"failed: {error}"
     axes = ", ".join(f"{name} {value}" for name, value in of.axes) or "one rank"
@@ -174,6 +236,18 @@ def found_in_streams(devices: ProcessPool) -> Iterator[bool]:
     yield right
 
 
+def found_in_groups(devices: ProcessPool) -> Iterator[bool]:
+    """Print, and return, whether a group that one rank alone uses first is found."""
+    found = devices.run(2, faults.of_groups, ((0, 1), (0, 1))) == [3.0, 3.0]
+    try:
+        devices.run(2, faults.of_groups, ((0, 1), (1, 0)))
+        found = False
+    except AssertionError as error:
+        found &= "NCCL error" in str(error)
+    print(f"{'found' if found else 'MISSED'}: a group used first by one rank only", flush=True)
+    yield found
+
+
 def found_in_engine(fault: str, cpus: ProcessPool) -> bool:
     """Print, and return, whether parity shows ``fault``, which is planted in the engine."""
     [of] = [each for each in CASES if each.name == faults.IN_THE_ENGINE[fault][-1]]
@@ -181,24 +255,27 @@ def found_in_engine(fault: str, cpus: ProcessPool) -> bool:
         try:
             right, text = run(of, devices, cpus)
         except AssertionError as error:  # a rank has ended, or hangs: no wrong number has been seen
-            right, text = True, str(error).strip().splitlines()[-1]
+            text = str(error).strip().splitlines()[-1]
+            right = faults.HOST_READ not in text
     print(f"{'MISSED' if right else 'found'}: {fault} ({of.name}): {text}", flush=True)
     return not right
 
 
 @click.command()
 @click.argument("names", nargs=-1)
-@click.option("--ranks", type=int, default=2, show_default=True, help="The largest number of ranks.")
+@click.option("--ranks", type=int, default=3, show_default=True, help="The largest number of ranks.")
 @click.option("--plant/--no-plant", default=True, show_default=True, help="Whether faults are planted.")
 def main(names: tuple[str, ...], ranks: int, plant: bool) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    chosen = [each for each in CASES if each.ranks <= ranks and (not names or each.name in names)]
+    runs = [*((each, run) for each in CASES), (EVALUATED, run_evaluated), (SCRIPT, run_script)]
+    chosen = [(of, how) for of, how in runs if of.ranks <= ranks and (not names or of.name in names)]
     # This process runs no backward and captures nothing, so that what is forked from it can use CUDA.
     with ProcessPool(ranks, begin=begin_on_device) as devices, ProcessPool(ranks, begin=begin_on_cpu) as cpus:
-        right = [report(each, devices, cpus) for each in chosen]
+        right = [report(of, devices, cpus, how) for of, how in chosen]
         if plant:
             right += found_in_streams(devices)
+            right += found_in_groups(devices)
             right += [found_in_engine(fault, cpus) for fault in faults.IN_THE_ENGINE]
     print(f"{sum(right)} of {len(right)} are as they should be")
     sys.exit(not all(right))
