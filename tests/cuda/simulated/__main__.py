@@ -1,6 +1,7 @@
 """What the engine does on GPUs, on simulated ones under the CUDA build of torch: python -m tests.cuda.simulated
 
-Builds the simulated CUDA, and passes its arguments to ``parity``; one line says so if torch was built without CUDA.
+Builds the simulated CUDA, and passes its arguments to ``parity``; without arguments, ``memory`` follows. One line says
+so if torch was built without CUDA.
 """
 
 import os
@@ -9,9 +10,18 @@ import sys
 
 from tests.cuda.simulated.build import build, environment, has_cuda_build
 
+
+def run(module: str, *arguments: str, computes: bool, **settings: int) -> int:
+    """The exit code of a module of this package, run on the simulated CUDA."""
+    command = [sys.executable, "-m", f"tests.cuda.simulated.{module}", *arguments]
+    return subprocess.run(command, env=os.environ | environment(computes=computes, **settings), check=False).returncode
+
+
 if __name__ == "__main__":
     if not has_cuda_build():
         sys.exit(print("skipped: this Python has no torch that was built with CUDA; `make cuda` installs it"))
     build()
-    command = [sys.executable, "-m", "tests.cuda.simulated.parity", *sys.argv[1:]]
-    sys.exit(subprocess.run(command, env=os.environ | environment(computes=True, delay_us=200), check=False).returncode)
+    codes = [run("parity", *sys.argv[1:], computes=True, delay_us=200)]
+    if not sys.argv[1:]:
+        codes.append(run("memory", computes=False))
+    sys.exit(max(codes))
