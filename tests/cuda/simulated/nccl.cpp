@@ -2,7 +2,7 @@
 //
 // A communicator is a file of shared memory, in which each rank says what it has begun; its peers read the operands from
 // its memory (process_vm_readv(2)). As NCCL's kernels do, each keeps its queue busy until its peers have come. Ranks that
-// disagree about a call end the process, which names both.
+// disagree about a call end the process, which names both. Each kernel begins SIMULATED_NCCL_DELAY_US (0) late.
 #include "streams.h"
 
 #include <fcntl.h>
@@ -135,7 +135,8 @@ void launch_group() {
   for (auto& [stream, step] : group) by_stream[stream].push_back(std::move(step));
   group.clear();
   for (auto& [stream, steps] : by_stream)
-    enqueue(stream, [steps = std::move(steps)]() mutable {
+    enqueue(stream, [steps = std::move(steps), late = setting("SIMULATED_NCCL_DELAY_US", 0)]() mutable {
+      usleep(late);
       for (int looks = 0; !steps.empty(); pause(looks)) std::erase_if(steps, [](Step& step) { return step(); });
     });
 }

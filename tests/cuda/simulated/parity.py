@@ -94,6 +94,7 @@ def begin_on_device(rank: int, *, fault: str = "") -> None:
     os.environ.pop("CUDA_VISIBLE_DEVICES")
     faults.refuse_host_reads()
     if fault:
+        os.environ["SIMULATED_NCCL_DELAY_US"] = "20000"  # what does not wait for NCCL is earlier
         of, method, replacement, _ = faults.IN_THE_ENGINE[fault]
         setattr(of, method, replacement)
     set_gpu_environment()
