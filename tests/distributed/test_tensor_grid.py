@@ -22,7 +22,8 @@ def eight() -> Iterator[ProcessPool]:
 @pytest.fixture
 def plan(request: pytest.FixtureRequest, cell: TensorCell) -> Plan:
     """The plan of ``cell``, made together with those of the other cells of its model that this session runs."""
-    items = [item for item in request.session.items if getattr(item, "originalname", "") == request.node.originalname]
+    name = request.node.nodeid.partition("[")[0]
+    items = [item for item in request.session.items if item.nodeid.partition("[")[0] == name]
     return plans_of(cell.model, tuple(item.callspec.params["cell"] for item in items))[cell]
 
 
