@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 _USUAL = gc.get_threshold()
 _RARE = (200_000, 20, 100)  # an import of torch and of its tracer makes more than a million objects
+_found_frozen = False
 
 
 @contextmanager
@@ -20,10 +21,18 @@ def garbage_collection_paused() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():
+            if not _has_frozen():
                 gc.freeze()
                 gc.unfreeze()  # all objects are now in the oldest generation
             gc.enable()
+
+
+def _has_frozen() -> bool:
+    """Whether the process has frozen objects, which Python counts by a walk through all of them: so they are counted
+    until some are found."""
+    global _found_frozen
+    _found_frozen = _found_frozen or gc.get_freeze_count() > 0
+    return _found_frozen
 
 
 def collect_rarely() -> None:

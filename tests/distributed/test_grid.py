@@ -16,6 +16,14 @@ from tests.models import captured
 from tests.soak import soak
 
 
+@pytest.fixture(autouse=True, scope="module")
+def captures(request: pytest.FixtureRequest) -> None:
+    """Those of all cells that run: the pool forks its ranks anew once there are more, and these begin cold."""
+    of_cells = [item for item in request.session.items if item.path == request.path and "cell" in item.callspec.params]
+    for model in dict.fromkeys(item.callspec.params["cell"].model for item in of_cells):
+        captured(model, SAMPLES)
+
+
 def reference(model: str, global_batch: int) -> list[dict]:
     return plain_pytorch(model, micro_batch_size=SAMPLES, global_batch=global_batch, optimizer=SGD)
 
