@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
 from auto3d.errors import InputError
+from auto3d.plan import Plan
 from auto3d.runtime.evaluation.run import EvaluationResult, evaluate, prepare_evaluation
 from auto3d.runtime.settings import SUMMED_ITEMS
 from auto3d.runtime.training import Training
@@ -20,7 +19,6 @@ from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.predictions import (
     Predictions,
-    check_uniform,
     concatenated,
     in_batches,
     losses_of_samples,
@@ -84,29 +82,18 @@ def check_evaluation(
                 f"Trainer: {name} of a sample has shape {list(spec.shape)}; the model was captured for "
                 f"{list(pipeline.inputs[name].shape)}: pad all samples to TrainingArguments.sequence_length"
             )
-    at_once, last = samples_at_once(pipeline.training.rank.common.plan), 0
+    plan, terms = pipeline.training.rank.common.plan, pipeline.training.rank.common.terms
+    at_once, last = samples_at_once(plan), 0
     if has_labels:
-        terms = pipeline.training.rank.common.terms
+        at_once = _at_once(plan, args.per_device_eval_batch_size, whole=bool(terms.other))
         if counted := data.why_filler_counts(-samples % at_once, terms):
             last = samples % at_once
-            if any(last % stage.replicas for stage in pipeline.training.rank.common.plan.stages):
+            if not _divide(plan, last):
                 raise InputError(counted)
-        if terms.other and args.per_device_eval_batch_size != at_once:
-            raise InputError(
-                f"TrainingArguments.per_device_eval_batch_size: found {args.per_device_eval_batch_size}; "
-                f"{', '.join(terms.other)} of the loss may depend on which samples are in a batch, and {at_once} run "
-                f"at once, so it must be {at_once}"
-            )
-        if "loss" in args.include_for_metrics and args.per_device_eval_batch_size % at_once:
-            raise InputError(
-                f"TrainingArguments.per_device_eval_batch_size: found {args.per_device_eval_batch_size}; "
-                f"compute_metrics is to get the loss of each batch, and {at_once} samples run at once, so it must be a "
-                f"multiple of {at_once}"
-            )
     names: Predictions = ()
     if not loss_only:
         names = predictions_of(pipeline.build, pipeline.inputs, ignored, device=args.device.type)
-    for size in (None, last) if last else (None,):
+    for size in (at_once, last) if last else (at_once,):
         needed = prepare_evaluation(pipeline.training, outputs=tree_leaves(names), loss=has_labels, at_once=size)
         if missing := sorted(needed - data.shapes.keys()):
             raise InputError(
@@ -119,6 +106,30 @@ def check_evaluation(
     return Evaluation(
         samples=samples, predictions=names, has_labels=has_labels, at_once=at_once, last=last, of_decoder=of_decoder
     )
+
+
+def _at_once(plan: Plan, batch: int, *, whole: bool) -> int:
+    """How many samples run at once, by which a ``batch`` can be divided, or all of it if it is to run ``whole``.
+
+    Raises InputError if replicas of a stage cannot share so many.
+    """
+    trained = samples_at_once(plan)
+    if not batch % trained and not (whole and batch > trained):
+        return trained
+    sizes = (batch,) if whole else range(trained, 0, -1)
+    found = next((size for size in sizes if not batch % size and _divide(plan, size)), None)
+    if found is None:
+        replicas = " and ".join(map(str, sorted({stage.replicas for stage in plan.stages} - {1})))
+        raise InputError(
+            f"TrainingArguments.per_device_eval_batch_size: found {batch}; it must be a multiple of {replicas}, the "
+            "replicas of stages, which share the samples that run at once"
+        )
+    return found
+
+
+def _divide(plan: Plan, samples: int) -> bool:
+    """Whether the replicas of each stage can share so many samples."""
+    return all(samples % stage.replicas == 0 for stage in plan.stages)
 
 
 def evaluated(
@@ -184,16 +195,21 @@ def evaluated(
 def _run(training: Training, data: CollatedData, evaluation: Evaluation, kept: Sequence[str]) -> EvaluationResult:
     """What the pipeline gives, and the inputs called ``kept``; all ranks must call it."""
     samples, at_once, last = evaluation.samples, evaluation.at_once, evaluation.last
-    run = partial(
-        evaluate, training, outputs=tree_leaves(evaluation.predictions), inputs=kept, loss=evaluation.has_labels
-    )
+    plan, outputs = training.rank.common.plan, tree_leaves(evaluation.predictions)
+
+    def run(samples: int, size: int, first: int = 0) -> EvaluationResult:
+        """Of so many samples from number ``first`` on, of which ``size`` run at once."""
+        assert isinstance(data.order, InOrder)
+        global_batch = plan.global_batch * size // samples_at_once(plan)
+        own = replace(data, order=replace(data.order, global_batch=global_batch, first=first))
+        return evaluate(
+            training, own, samples=samples, outputs=outputs, inputs=kept, loss=evaluation.has_labels, at_once=size
+        )
+
     if not last:
-        return run(data, samples=samples + -samples % at_once if evaluation.has_labels else samples)
-    assert isinstance(data.order, InOrder)
-    global_batch = data.order.global_batch * last // at_once
-    end = replace(data, order=replace(data.order, global_batch=global_batch, first=samples - last))
-    before = run(data, samples=samples - last) if samples > last else None
-    of_end = run(end, samples=last, at_once=last)
+        return run(samples + -samples % at_once if evaluation.has_labels else samples, at_once)
+    before = run(samples - last, at_once) if samples > last else None
+    of_end = run(last, last, samples - last)
     if before is None:
         return of_end
     return EvaluationResult(
@@ -205,29 +221,11 @@ def _run(training: Training, data: CollatedData, evaluation: Evaluation, kept: S
     )
 
 
-def check_batches(evaluation: Evaluation, data: CollatedData, args: TrainingArguments, *, shifted: bool) -> None:
-    """Raise InputError, before any evaluation, where the mean over batches of their losses would not be exact.
-
-    It reads all labels if the batches are no multiple of what runs at once.
-    """
-    samples, at_once, batch = evaluation.samples, evaluation.at_once, args.per_device_eval_batch_size
-    if not evaluation.has_labels or not batch % at_once:
-        return
-    assert isinstance(data.order, InOrder)
-    name = data.label_names[0]
-    parts = [
-        data.collated(data.order.between(first, first + at_once), [first // at_once, 0])[name].numpy()
-        for first in range(0, samples, at_once)
-    ]
-    check_uniform(np.concatenate(parts), at_once, batch, shifted=shifted)
-
-
 def metrics_of(
     result: Evaluated,
     args: TrainingArguments,
     *,
     compute: Callable[..., dict] | None,
-    loss_type: str | None,
     first_item: int | None,
     prefix: str,
 ) -> dict[str, Any]:
@@ -244,7 +242,6 @@ def metrics_of(
             result.at_once,
             args.per_device_eval_batch_size,
             result.labels,
-            shifted=shifts_labels(loss_type),
             first_item=first_item,
         )
     if compute is not None and result.predictions is not None and result.label_ids is not None:
@@ -278,8 +275,3 @@ def _computed(
         )
         metrics = compute(EvalPrediction(predictions, labels), compute_result=first + batch >= samples)
     return metrics
-
-
-def shifts_labels(loss_type: str | None) -> bool:
-    """Whether a model with this ``loss_type`` predicts the next token of each, and nothing of the first."""
-    return LOSS_MAPPING.get(loss_type or "ForCausalLM") is ForCausalLMLoss

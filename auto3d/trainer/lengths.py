@@ -145,6 +145,8 @@ def lengths_to_capture(of_micro_batches: np.ndarray, longest: int) -> tuple[int,
 
     ``of_micro_batches`` has the tokens of their longest samples. Each length but the longest saves at least a tenth.
     """
+    if of_micro_batches.min() == of_micro_batches.max():  # no sample is padded
+        return tuple(sorted({int(of_micro_batches[0]), longest}))
     rounded = np.minimum(-(-of_micro_batches // _STEP) * _STEP, longest)
     lengths, counts = np.unique(np.append(rounded, longest), return_counts=True)
     before = np.concatenate([[0], np.cumsum(counts)])  # micro-batches shorter than each length

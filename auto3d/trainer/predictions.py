@@ -102,20 +102,15 @@ def losses_of_samples(
     batch: int,
     labels: Sequence[np.ndarray],
     *,
-    shifted: bool,
     first_item: int | None,
 ) -> np.ndarray:
     """The loss of each sample's batch, [samples], whose mean transformers reports.
 
-    ``losses`` has the mean over the real ``targets`` of each ``at_once`` samples. The loss of a batch is their sum,
-    divided by the number of these targets or, with ``first_item``, by that which transformers counts in ``labels``.
-    Raises InputError where batches are no multiple of what runs at once and it would not be exact.
+    ``losses`` has the mean over the real ``targets`` of each ``at_once`` samples, a part of a ``batch``. The loss of a
+    batch is their sum, divided by the number of these targets or, with ``first_item``, by that which transformers
+    counts in ``labels``.
     """
     samples = len(labels[0]) if labels else len(losses) * at_once
-    if batch % at_once:
-        if labels:
-            check_uniform(labels[0], at_once, batch, shifted=shifted)
-        batch = at_once
     found = np.empty(samples)
     for first in range(0, samples, batch):
         end = min(samples, first + batch)
@@ -125,23 +120,6 @@ def losses_of_samples(
             weight = int(items_of({"labels": torch.from_numpy(labels[0][first:end])}, first_item))
         found[first:end] = sum(loss * count for loss, count in each if count) / weight if weight else float("nan")
     return found
-
-
-def check_uniform(labels: np.ndarray, at_once: int, batch: int, *, shifted: bool) -> None:
-    """Raise InputError if samples have unequally many targets, and a ``batch`` is no multiple of what runs at once."""
-    if len(set(_targets(labels, shifted=shifted).tolist())) > 1:
-        raise InputError(
-            f"TrainingArguments.per_device_eval_batch_size: found {batch}; samples have different numbers of "
-            f"targets, and {at_once} samples run at once, so it must be a multiple of {at_once}"
-        )
-
-
-def _targets(labels: np.ndarray, *, shifted: bool) -> np.ndarray:
-    """The number of real targets of each sample."""
-    if not np.issubdtype(labels.dtype, np.integer):
-        return np.ones(len(labels))
-    counted = labels[..., 1:] if shifted and labels.ndim > 1 else labels
-    return (counted.reshape(len(labels), -1) != IGNORED).sum(axis=1)
 
 
 def in_batches(process: Callable[..., Any], batches: Sequence[tuple[Predictions, Any]]) -> Predictions:

@@ -41,7 +41,7 @@ from auto3d.trainer.callbacks import (
 )
 from auto3d.trainer.checks import check_padding, check_same_data, check_samples, limits_of
 from auto3d.trainer.draws import EvaluationDraws, TrainingDraws, draw_seed_of_workers, read_draws, write_draws
-from auto3d.trainer.evaluation import Evaluation, check_batches, check_evaluation, evaluated, metrics_of, shifts_labels
+from auto3d.trainer.evaluation import Evaluation, check_evaluation, evaluated, metrics_of
 from auto3d.trainer.folders import check_complete, last_complete, load_weights, write_state
 from auto3d.trainer.generators import LOCK, PROCESS, Generators, States
 from auto3d.trainer.instance import kept_by_forward, separate
@@ -737,7 +737,7 @@ class Trainer(transformers.Trainer):
             plain = (replace(self._collated(each, InOrder(0, 1)), padding=None) for each in loaders)
             of_all = [*of_stream, *(lengths_of(data, padding) for data in plain)]
             known = [each for each in of_all if each is not None]
-            if len(known) < len(of_all) or all(each.min() == each.max() for each in known):
+            if len(known) < len(of_all) or len({int(end) for each in known for end in (each.min(), each.max())}) == 1:
                 return None, None
             return max(int(each.max()) for each in known), None if of_stream else known[0]
 
@@ -855,7 +855,6 @@ class Trainer(transformers.Trainer):
             result,
             args,
             compute=self.compute_metrics,
-            loss_type=getattr(self.model, "loss_type", None),
             first_item=self._first_item,
             prefix=f"{metric_key_prefix}_",
         )
@@ -924,9 +923,8 @@ class Trainer(transformers.Trainer):
         for name, loader in self._loaders_of_evaluations().items():
             data = self._evaluation_data(loader)
             check_same_data(data, f"eval_dataset{f'[{name!r}]' * bool(name)}", timeout_s=self.args.ddp_timeout)
-            evaluation = self._evaluation_of(data, loss_only=loss_only)
+            self._evaluation_of(data, loss_only=loss_only)
             check_samples(data, self._main_input, timeout_s=self.args.ddp_timeout)
-            check_batches(evaluation, data, self.args, shifted=shifts_labels(getattr(self.model, "loss_type", None)))
 
     def _check_reads(self, data: CollatedData) -> None:
         """Raise InputError if the script's code names an attribute that the model's forward sets."""

@@ -55,9 +55,10 @@ def shared_capture(
 ) -> CapturedModel:
     """What ``capture`` returns, made or loaded."""
     make = partial(capture, build, inputs, micro_batch_size, device=device, mode=mode, precision=precision, told=told)
-    try:
+    traits = None
+    with suppress(OtherCodeError):
         traits = traits_of(empty_model(build, device).module)
-    except OtherCodeError:
+    if traits is None:
         return make()
     said = (traits, sorted(inputs.items()), micro_batch_size, device, mode, precision)
     identity = {"captured by": capture.__qualname__, "traits": sha256(repr(said).encode()).hexdigest()}

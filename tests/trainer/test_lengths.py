@@ -42,24 +42,32 @@ class Texts(torch.utils.data.Dataset):
         return dict(self.samples[place])
 
 
-TRAINED = np.random.default_rng(1).permutation([*range(4, 16)] * 3 + [28, 31]).tolist()  # an epoch ends in part
-EVALUATED, PREDICTED = [7, 33, 12, 5, 9, 21], [8, 3, 40, 11]
+LENGTHS = {  # of the samples that are trained, evaluated and predicted
+    "many": (
+        np.random.default_rng(1).permutation([*range(4, 16)] * 3 + [28, 31]).tolist(),  # an epoch ends in part
+        [7, 33, 12, 5, 9, 21],
+        [8, 3, 40, 11],
+    ),
+    "longer in evaluation": ([10] * 16, [13] * 6, [13] * 4),
+}
+CAPTURED = {"many": (8, 16), "longer in evaluation": (10,)}  # beside that of the longest
 
 
-def trained(world, folder, port, *classes, **degrees):
+def trained(world, folder, port, kind, *classes, **degrees):
     """Losses, norms and evaluations; then the predictions for samples that are longer still, their labels and their
     loss, and the lengths to which the pipeline has padded beside that of the longest sample."""
     begin(world, folder, port, ours=not classes, **degrees)
+    lengths, evaluated, predicted = LENGTHS[kind]
     tokens = small.tokenizer()
     transformers.set_seed(0)
     model = BertForTokenClassification(BertConfig(**small.SIZES, **small.UNDROPPED, num_labels=3))
     options = {"classes": classes} if classes else {}
     made = small.trainer(
         model,
-        Texts(tagged(TRAINED)),
+        Texts(tagged(lengths)),
         collator=DataCollatorForTokenClassification(tokens),
         processing_class=tokens,
-        eval_dataset=tagged(EVALUATED, 1),
+        eval_dataset=tagged(evaluated, 1),
         eval_strategy="steps",
         eval_steps=6,
         max_steps=6,
@@ -72,19 +80,20 @@ def trained(world, folder, port, *classes, **degrees):
     captured = () if classes else made._pipeline.captured_lengths
     keys = ("loss", "grad_norm", "eval_loss")
     logged = [entry[key] for entry in made.state.log_history for key in keys if key in entry]
-    predicted = made.predict(tagged(PREDICTED, 2))
-    return logged, predicted.predictions, predicted.label_ids, predicted.metrics["test_loss"], captured
+    found = made.predict(tagged(predicted, 2))
+    return logged, found.predictions, found.label_ids, found.metrics["test_loss"], captured
 
 
+@pytest.mark.parametrize("kind", LENGTHS)
 @pytest.mark.parametrize("degrees", [{"pp": 2}, *soak({"dp": 2, "pp": 2})], ids=str)
-def test_samples_of_many_lengths_train_as_in_one_process(degrees, processes, tmp_path):
+def test_samples_of_many_lengths_train_as_in_one_process(degrees, kind, processes, tmp_path):
     classes = transformers.Trainer, transformers.TrainingArguments
-    ((logged, predictions, labels, loss, _),) = processes.run(1, trained, tmp_path, None, *classes)
+    ((logged, predictions, labels, loss, _),) = processes.run(1, trained, tmp_path, None, kind, *classes)
     size = 2 * degrees.get("dp", 1)
     for found, predicted, labels_here, loss_here, captured in processes.run(
-        size, partial(trained, **degrees), tmp_path, free_port()
+        size, partial(trained, **degrees), tmp_path, free_port(), kind
     ):
-        assert captured == (8, 16), "micro-batches whose samples are short run at their own length"
+        assert captured == CAPTURED[kind], "micro-batches whose samples are short run at their own length"
         assert found == pytest.approx(logged, rel=1e-4)
         np.testing.assert_allclose(predicted, predictions, rtol=1e-3, atol=1e-4)  # also what fills shorter batches
         assert labels_here.tolist() == labels.tolist()
@@ -101,6 +110,9 @@ def test_micro_batches_are_padded_to_the_few_lengths_with_fewest_tokens():
         longest = int(random.integers(9, 60))
         lengths = random.integers(1, longest + 1, random.integers(1, 12))
         found = lengths_to_capture(lengths, longest)
+        if len({*lengths}) == 1:
+            assert found == tuple(sorted({lengths[0], longest})), "samples that are equally long are not padded"
+            continue
         possible = sorted({min(-(-int(each) // 8) * 8, longest) for each in lengths} - {longest})
         all_of_them = [*lengths, longest]
         fewest = [
