@@ -19,8 +19,8 @@ from tests.soak import soak
 @pytest.fixture(autouse=True, scope="module")
 def captures(request: pytest.FixtureRequest) -> None:
     """Those of all cells that run: the pool forks its ranks anew once there are more, and these begin cold."""
-    of_cells = [item for item in request.session.items if item.path == request.path and "cell" in item.callspec.params]
-    for model in dict.fromkeys(item.callspec.params["cell"].model for item in of_cells):
+    here = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    for model in dict.fromkeys(each.params["cell"].model for each in here if each and "cell" in each.params):
         captured(model, SAMPLES)
 
 
