@@ -57,7 +57,7 @@ class Moment:
     recomputed: bool  # whether its activations have been recomputed before
     makes_gradients: bool  # whether it is the stage's first backward of the iteration
     summing: bool  # whether sums of gradients are under way
-    counts: tuple[Counts[int], ...]  # of each stage of the device, in the order of stages_of
+    counts: tuple[Counts[int], ...]  # a Counts for each stage of the device, in the order of stages_of
 
     @property
     def key(self) -> Key:

@@ -78,7 +78,7 @@ class _Slot:
     path: str
     holder: Any
     name: str
-    last: Any  # what was there last
+    last: Any  # the generator that was found there last
     is_awaited: bool = False  # whether the first call makes it
 
     @property

@@ -125,9 +125,8 @@ class Trainer(transformers.Trainer):
             check_stream(train_dataset, args)
         self._pipeline = Pipeline(model, args)
         self._between_steps = False
-        self._generators: dict[
-            bool, Generators
-        ] = {}  # those of data that draw: of the last evaluation, of the training
+        self._generators: dict[bool, Generators] = {}  # True: of the training's data, if they draw; False: of the last
+        # evaluation's
         self._draws: TrainingDraws | None = None  # those of the training, unless its samples are a stream
         self._first_item: int | None = None  # see CollatedData
         self._has_told_of_values = False  # see _follow_values
@@ -565,7 +564,7 @@ class Trainer(transformers.Trainer):
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
         self._pipeline.gather()
-        if self._draws is not None and self._draws.is_on:  # what the script draws now goes on as in one process
+        if self._draws is not None and self._draws.is_on:  # the script then draws as it does in one process
             self._go_on_from(lambda: self._draws.point(self.state.global_step).states)  # type: ignore[union-attr]
         return super()._finalize_training(trial, num_train_samples, start_time)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from traceback import format_exc
 from typing import Any
@@ -14,8 +13,7 @@ from typing import Any
 from auto3d.errors import InputError
 from auto3d.garbage import collect_rarely
 
-# Fork is unsafe: a driver that shows progress has threads. Tests fork from a process without.
-CONTEXT: SpawnContext | ForkServerContext = get_context("spawn")
+_SPAWN = get_context("spawn")  # a fork is unsafe: a driver that shows progress has threads
 KILLED = "model: the process that captured it was killed, as the kernel does when memory runs out"
 
 
@@ -57,8 +55,8 @@ class CaptureProcess:
         return result
 
     def _start(self) -> Connection:
-        ours, theirs = CONTEXT.Pipe()
-        self._process = CONTEXT.Process(target=_answer, args=(theirs, dict(os.environ)))
+        ours, theirs = _SPAWN.Pipe()
+        self._process = _SPAWN.Process(target=_answer, args=(theirs, dict(os.environ)))
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the child inherits this: the driver handles Ctrl-C
         try:
             self._process.start()

@@ -23,8 +23,8 @@ class StageRun(NamedTuple):
     """A stage, and how the ranks of one pipeline run it."""
 
     stage: StagePlan
-    samples: int  # that all of its replicas run at once
-    shares: tuple[Share, ...]  # of the work on a micro-batch; several for slices of the sequence
+    samples: int  # samples that all replicas of the stage run at once
+    shares: tuple[Share, ...]  # shares of the work on a micro-batch; several for slices of a sequence
     recompute: bool
     split: bool  # whether backwards have a weight half
 
@@ -57,7 +57,7 @@ class _Parts(NamedTuple):
     dropped: tuple[Span, ...]  # operations that run again
     block: Span | None  # the last of the recomputed blocks, if each is recomputed by itself
     block_inputs: float  # bytes of the inputs of the recomputed blocks
-    divisor: int  # of all bytes, which are those of more samples
+    divisor: int  # all bytes are divided by it, since they are those of more samples
 
 
 class OwnStages:

@@ -31,7 +31,7 @@ from tests.models import TRAINED, captured, precision_of
 from tests.processes import ProcessPool
 
 MIB = 2**20
-PROGRAMS = 3  # that each rank runs
+PROGRAMS = 3  # programs that each rank runs
 ALLOWED = 0.01  # relative difference
 # Plans of which a rank's peak is inside of attention's backward, which allocates more than any estimate has, or of
 # which the estimate has the mean of slices -> the difference that is known.
