@@ -45,11 +45,12 @@ class ActivityBoard:
 
 
 class RankActivity:
-    """The present activity of one rank; ``str`` of it names the rank, its host and its phase."""
+    """The present activity of one rank, and how long it waits; ``str`` of it names the rank, its host and its phase."""
 
     def __init__(self) -> None:
         self.rank = 0
         self.hosts: list[str] = []  # host names by rank, once the ranks have joined
+        self.timeout_s = 300.0  # time-out of each wait for another rank; joining the ranks sets it
         self._host = socket.gethostname()
         self._phase = BEFORE_TRAINING
         self._board: ActivityBoard | None = None

@@ -28,19 +28,19 @@ class WeightsDifferError(InputError):
     """Ranks that hold copies of the same tensor would begin with different values."""
 
 
-def check_same_plan(plan: Plan, *, timeout_s: float) -> None:
+def check_same_plan(plan: Plan) -> None:
     """Raise PlansDifferError, on every rank, unless all ranks have the same ``plan`` of the same program.
 
     Every rank must call this. It does one all-reduce of two numbers.
     """
     number = int.from_bytes(sha256(plan.to_json().encode()).digest()[:7], "big")
     bounds = torch.tensor([number, -number])
-    with waiting_for("the plans of all ranks", timeout_s):
+    with waiting_for("the plans of all ranks"):
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
     if not bounds.sum().item():  # the largest number less the smallest
         return
     found: list[tuple[str, int] | None] = [None] * dist.get_world_size()
-    with waiting_for("the fingerprints of all ranks' programs", timeout_s):
+    with waiting_for("the fingerprints of all ranks' programs"):
         dist.all_gather_object(found, (plan.graph, number))
     graphs = [graph for graph, _ in filter(None, found)]
     if len(set(graphs)) == 1:
@@ -57,7 +57,6 @@ def check_agreement(
     *,
     device: torch.device,
     cause: str,
-    timeout_s: float,
 ) -> None:
     """Raise WeightsDifferError, on every rank, unless all ranks with the same tensor in ``tensors`` have the same bits.
 
@@ -73,14 +72,14 @@ def check_agreement(
             bounds[row] = torch.stack([local, ~local])
     present = bounds.cpu()
     bounds = present.clone()
-    with waiting_for("the fingerprints of the initial weights", timeout_s):
+    with waiting_for("the fingerprints of the initial weights"):
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
     largest, smallest = bounds[:, 0], ~bounds[:, 1]
     differs = ((largest != smallest) & (largest != _NOT_HELD)).nonzero().flatten().tolist()
     if not differs:
         return
     values: list[int | None] = [None] * dist.get_world_size()
-    with waiting_for("the fingerprints of all ranks", timeout_s):
+    with waiting_for("the fingerprints of all ranks"):
         dist.all_gather_object(values, present[differs[0], 0].item() if names[differs[0]] in tensors else None)
     others = f" (and {len(differs) - 1} more)" if len(differs) > 1 else ""
     raise WeightsDifferError(

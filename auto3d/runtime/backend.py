@@ -55,7 +55,6 @@ class RealBackend:
 
     device: torch.device
     run_ahead: RunAhead
-    timeout_s: float
     initial_weights: Mapping[str, torch.Tensor] | None
     loss_scale: LossScale
     compile: bool = False  # whether stages run compiled code
@@ -70,7 +69,6 @@ class RealBackend:
             half_of=layout.half_of,
             device=self.device,
             run_ahead=self.run_ahead,
-            timeout_s=self.timeout_s,
         )
 
     def state(self, layout: RankLayout, memory: MemoryWatch) -> dict[str, torch.Tensor]:
@@ -107,7 +105,6 @@ class RealBackend:
                 sharded=layout.plan.shard_optimizer,
                 device=self.device,
                 run_ahead=self.run_ahead,
-                timeout_s=self.timeout_s,
             )
 
     def stages(

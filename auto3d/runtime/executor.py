@@ -310,7 +310,7 @@ class Executor:
         read = self._inputs.share(iteration)
         total = self._totals.reduce(self._take_loss(0), self._sync.squared_norm(), self._take_counts(0), read)
         where = f"iteration {iteration + 1}"
-        self._inputs.check(iteration, total.read, where=where, timeout_s=self._run_ahead.timeout_s)
+        self._inputs.check(iteration, total.read, where=where, together=True)
         fraction = self._fraction(total, iteration + 1)
         assert total.grad_norm is not None
         divisor = (fraction or 1.0) * self._loss_scale.value  # without a target, all gradients are 0

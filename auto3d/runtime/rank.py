@@ -53,6 +53,7 @@ from auto3d.runtime.samples.same_samples import Readers, SameSamples
 from auto3d.runtime.samples.sizes import ShorterSamples, SizedStages, lay_out_sized
 from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
 from auto3d.runtime.stage.module import StageModule
+from auto3d.runtime.waiting import waiting_up_to
 from auto3d.runtime.watch.clock_offset import seconds_ahead
 from auto3d.runtime.weights.shard import WeightShard
 from auto3d.schedule import without_slices
@@ -101,7 +102,7 @@ class Rank:
     evaluations: dict[Hashable, Any] = field(default_factory=dict)
     """What evaluations of the rank have made so far, by what they compute; see evaluation/run.py."""
 
-    def check_agreement(self, *, cause: str, device: torch.device, timeout_s: float) -> None:
+    def check_agreement(self, *, cause: str, device: torch.device) -> None:
         """Raise WeightsDifferError unless all ranks that hold a parameter or buffer hold the same bits of it.
 
         Every rank must call this. ``cause`` is the likely cause, which the error names.
@@ -109,7 +110,7 @@ class Rank:
         if self.all_names:
             tensors = self.parameters | self.buffers
             shared = {self.stored_as[name]: tensors[name] for name in self.shared & tensors.keys()}
-            check_agreement(shared, self.all_names, device=device, cause=cause, timeout_s=timeout_s)
+            check_agreement(shared, self.all_names, device=device, cause=cause)
 
     def state(self) -> dict[str, StatePart]:
         """Everything that training changes here, by name, except the learning rates and ``numbers``."""
@@ -162,8 +163,9 @@ def _compile(
         stage.warm_up(graph, device)
     if group is not None:
         group.is_alone = False
-    everyone = new_group(range(world.size), COMPILE_TIMEOUT_S, device=device, numbers=True)
-    connect(everyone, device=device, what="all ranks, each with its stages compiled", timeout_s=COMPILE_TIMEOUT_S)
+    with waiting_up_to(COMPILE_TIMEOUT_S):
+        everyone = new_group(range(world.size), device=device, numbers=True)
+        connect(everyone, device=device, what="all ranks, each with its stages compiled")
 
 
 def check_plan(
@@ -205,7 +207,7 @@ def build_rank(
 
     ``schedule`` replaces the plan's by one written by hand; ``state`` has initial weights in place of the seed's.
     """
-    device, timeout_s = world.device(settings.device), settings.timeout_s
+    device = world.device(settings.device)
     # The heap must be set up before the first large tensor is allocated.
     if device.type == "cpu":
         keep_freed_memory()
@@ -218,14 +220,14 @@ def build_rank(
     # The prediction comes before anything that takes memory: where that runs out, the error names it.
     memory = MemoryWatch(layout.device, _predicted_memory(common)[layout.device])
     # Waits for other ranks go through this, so that each has its deadline.
-    run_ahead = RunAhead(device, timeout_s)
+    run_ahead = RunAhead(device)
     loss_scale = LossScale.of(settings.first_loss_scale)
     backend = _backend(settings, device, run_ahead, state, loss_scale)
     # From here on process groups are made, in the same order on every rank, and connected at once: NCCL blocks at the
     # first use of a group until its other ranks use it, which must not happen between messages. First, all ranks.
-    everyone = new_group(range(world.size), timeout_s, device=device, numbers=True)
-    connect(everyone, device=device, what="all ranks", timeout_s=timeout_s)
-    check_same_plan(plan, timeout_s=timeout_s)  # all that follows takes it for granted
+    everyone = new_group(range(world.size), device=device, numbers=True)
+    connect(everyone, device=device, what="all ranks")
+    check_same_plan(plan)  # all that follows takes it for granted
     # Second, the groups for messages.
     exchange = backend.exchange(layout, programs[0])
     # Memory for weights comes before the gradient sums, whose buffers are as large and become the weights' ``.grad``.
@@ -233,7 +235,7 @@ def build_rank(
     # Third, one group for each set of ranks that hold the same parameters.
     sync = backend.gradient_sync(layout, tensors, memory)
     # Fourth, the tensor-parallel groups, in which stages sum and gather activations.
-    group = _tensor_group(layout, device, run_ahead, timeout_s)
+    group = _tensor_group(layout, device, run_ahead)
     # Stages keep references to the weights, and optimizers too, so both come after them.
     randomness = Randomness(
         plan.seed,
@@ -274,7 +276,6 @@ def build_rank(
         everyone,
         device=device,
         run_ahead=run_ahead,
-        timeout_s=timeout_s,
         counts_loss=layout.shard == 0,
         asked_to_end=asked_to_end,
     )
@@ -328,7 +329,7 @@ def build_rank(
     )
     # Nothing would correct ranks that begin with different weights, so they compare them before the first iteration.
     cause = _CAUSE_OF_SEED if state is None else _CAUSE_OF_FILE
-    rank.check_agreement(cause=cause, device=device, timeout_s=timeout_s)
+    rank.check_agreement(cause=cause, device=device)
     return rank
 
 
@@ -398,13 +399,11 @@ def _backend(
             emulation=settings.emulation,
             device=device,
             run_ahead=run_ahead,
-            timeout_s=settings.timeout_s,
-            clock=DeviceClock(seconds_ahead(timeout_s=settings.timeout_s)),
+            clock=DeviceClock(seconds_ahead()),
         )
     return RealBackend(
         device=device,
         run_ahead=run_ahead,
-        timeout_s=settings.timeout_s,
         initial_weights=initial_weights,
         loss_scale=loss_scale,
         compile=settings.compile,
@@ -437,16 +436,14 @@ def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> M
     )
 
 
-def _tensor_group(
-    layout: RankLayout, device: torch.device, run_ahead: RunAhead, timeout_s: float
-) -> ProcessTensorGroup | None:
+def _tensor_group(layout: RankLayout, device: torch.device, run_ahead: RunAhead) -> ProcessTensorGroup | None:
     """This rank's tensor-parallel group, connected; None if tp is 1. Every rank makes all groups."""
-    groups = {ranks: new_group(ranks, timeout_s, device=device) for ranks in layout.tensor_groups}
+    groups = {ranks: new_group(ranks, device=device) for ranks in layout.tensor_groups}
     for ranks, group in groups.items():
         if dist.get_rank() in ranks:
             what = f"the tensor-parallel ranks {', '.join(map(str, ranks))}"
-            connect(group, device=device, what=what, timeout_s=timeout_s)
-            return ProcessTensorGroup(group, ranks, run_ahead=run_ahead, timeout_s=timeout_s)
+            connect(group, device=device, what=what)
+            return ProcessTensorGroup(group, ranks, run_ahead=run_ahead)
     return None
 
 

@@ -33,9 +33,8 @@ class _Queued:
 class RunAhead:
     """Bounds how far a rank runs ahead. Between ``begin`` and ``end`` it queues one operation, or runs it on a CPU."""
 
-    def __init__(self, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._has_queue = device.type == "cuda"
-        self.timeout_s = timeout_s
         self.observer: StepObserver | None = None  # is told of each operation and of each wait for other ranks
         self._at = ""
         self._waits: list[tuple[torch.cuda.Event, str]] = []  # waits of the operation that is being queued
@@ -59,7 +58,7 @@ class RunAhead:
             arrived.record()
             self._waits.append((arrived, what))
         else:
-            wait(work, timeout_s=self.timeout_s, what=what)
+            wait(work, what=what)
         if self.observer is not None:
             self.observer.end_wait()
 
@@ -92,6 +91,6 @@ class RunAhead:
             first = self._queued[0]
             THIS_RANK.set_phase(first.at)
             for arrived, what in first.waits:
-                poll(arrived.query, timeout_s=self.timeout_s, what=what)
-            poll(first.end.query, timeout_s=self.timeout_s, what="its device to compute")
+                poll(arrived.query, what=what)
+            poll(first.end.query, what="its device to compute")
             self._queued.popleft()

@@ -122,9 +122,9 @@ class Training:
         if checkpoints:
             check_resumes(self.rank.common.rules.values())
             learnt = learnt_by(plan, settings.optimizer)
-            self._writer = CheckpointWriter(checkpoints, learnt, timeout_s=settings.timeout_s)
+            self._writer = CheckpointWriter(checkpoints, learnt)
             check_it = partial(check, graph=captured.graph, learnt=learnt)
-            resumed = _resume(self.rank, checkpoints, check_it, device, timeout_s=settings.timeout_s)
+            resumed = _resume(self.rank, checkpoints, check_it, device)
         self._saved = resumed  # iterations that the newest checkpoint includes
         self.first = resumed  # iterations before this run, which the checkpoint that it resumed from includes
         self.done = resumed  # iterations of finished programs: the state that ``save`` would write
@@ -178,7 +178,6 @@ class Training:
             first_iteration=self.done,
             programs=self.rank.programs,
             trace=trace,
-            timeout_s=self._settings.timeout_s,
         )
 
     def save(self) -> None:
@@ -200,11 +199,11 @@ class Training:
             self._writer.finish()
         settings, results = self._settings, self._results
         seconds = [result.seconds for result in results]
-        slowest_s = of_all_ranks(seconds, torch.float64, timeout_s=settings.timeout_s).max(dim=0).values
+        slowest_s = of_all_ranks(seconds, torch.float64).max(dim=0).values
         bytes_of_ranks: dict[str, list[int]] = {name: [] for name in BYTES}
         if settings.emulation is None:
             predicted = self.rank.predicted.total
-            bytes_of_ranks = memory_of_ranks(self._memory.read(), predicted, timeout_s=settings.timeout_s)
+            bytes_of_ranks = memory_of_ranks(self._memory.read(), predicted)
         computed = results if settings.emulation is None else []
         return TrainingResult(
             loss=[result.loss for result in computed],
@@ -240,10 +239,10 @@ def start_rank(settings: TrainingSettings, world: World, *, collectives_on_devic
     return device
 
 
-def memory_of_ranks(peak: PeakBytes, predicted: int | None, *, timeout_s: float) -> dict[str, list[int]]:
+def memory_of_ranks(peak: PeakBytes, predicted: int | None) -> dict[str, list[int]]:
     """The fields BYTES of a result, from what each rank read as ``peak``; lists are empty where nothing is known."""
     local = [peak.allocated, peak.reserved or 0, peak.used or 0, predicted or 0]  # in the order of BYTES
-    gathered = of_all_ranks(local, torch.int64, timeout_s=timeout_s).T.tolist()
+    gathered = of_all_ranks(local, torch.int64).T.tolist()
     known = (True, peak.reserved is not None, peak.used is not None, predicted is not None)
     return {name: column if knows else [] for name, column, knows in zip(BYTES, gathered, known, strict=True)}
 
@@ -253,13 +252,11 @@ def _resume(
     checkpoints: Checkpoints,
     check_it: Callable[[Path, Checkpoint], None],
     device: torch.device,
-    *,
-    timeout_s: float,
 ) -> int:
     """Load the newest checkpoint, if there is one, into ``rank``; returns how many iterations it includes."""
     # Rank 0 decides for all, because files may become visible at different times on different nodes.
     newest_iteration = [newest(checkpoints.folder) if dist.get_rank() == 0 else None]
-    with waiting_for("rank 0 to say which checkpoint to resume from", timeout_s):
+    with waiting_for("rank 0 to say which checkpoint to resume from"):
         dist.broadcast_object_list(newest_iteration)
     (done,) = newest_iteration
     if done is None:
@@ -272,7 +269,7 @@ def _resume(
         rank.restore(reader.checkpoint.numbers)
     _advance(rank, done)
     cause = f"do all nodes see the same checkpoint in {checkpoints.folder}?"
-    rank.check_agreement(cause=cause, device=device, timeout_s=timeout_s)
+    rank.check_agreement(cause=cause, device=device)
     return done
 
 

@@ -1,4 +1,4 @@
-"""Waits with a time-out; their errors say which rank waited, in which phase of its training, and for what."""
+"""Waits with the time-out of THIS_RANK; their errors say which rank waited, in which phase of training, for what."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -26,10 +26,10 @@ class PeerLostError(ConnectionError):
 class Waiting:
     """A wait for ``what``; ``waiting_for`` makes it. A class, since a generator's context takes twice the calls."""
 
-    __slots__ = ("_start", "_timeout_s", "_what")
+    __slots__ = ("_start", "_what")
 
-    def __init__(self, what: str, timeout_s: float) -> None:
-        self._what, self._timeout_s = what, timeout_s
+    def __init__(self, what: str) -> None:
+        self._what = what
 
     def __enter__(self) -> None:
         self._start = monotonic()
@@ -40,8 +40,8 @@ class Waiting:
             THIS_RANK.set_computing()
         if not isinstance(error, RuntimeError) or is_local_failure(error):
             return
-        if monotonic() - self._start >= self._timeout_s * 0.99:
-            raise WaitTimeoutError(f"{THIS_RANK} waited {self._timeout_s:g} s for {self._what}") from error
+        if monotonic() - self._start >= THIS_RANK.timeout_s * 0.99:
+            raise timed_out(self._what) from error
         if is_nccl_timeout(error):
             raise WaitTimeoutError(
                 f"{THIS_RANK} waited for {self._what} until NCCL's time-out ({_cause(error)})"
@@ -51,13 +51,33 @@ class Waiting:
         ) from error
 
 
-def waiting_for(what: str, timeout_s: float) -> Waiting:
+def waiting_for(what: str) -> Waiting:
     """Turn errors of torch.distributed inside into WaitTimeoutError or PeerLostError, which say ``what`` was awaited.
 
     A failure of this rank (out of memory, of its device, of its use of NCCL) is raised unchanged. What it returns can
     be entered again and again.
     """
-    return Waiting(what, timeout_s)
+    return Waiting(what)
+
+
+@contextmanager
+def waiting_up_to(seconds: float) -> Iterator[None]:
+    """Inside, waits of this rank and process groups that it makes have a time-out of ``seconds``."""
+    usual_s, THIS_RANK.timeout_s = THIS_RANK.timeout_s, seconds
+    try:
+        yield
+    finally:
+        THIS_RANK.timeout_s = usual_s
+
+
+def deadline() -> float:
+    """When a wait that begins now times out, as a time.monotonic()."""
+    return monotonic() + THIS_RANK.timeout_s
+
+
+def timed_out(what: str) -> WaitTimeoutError:
+    """The error of a wait for ``what`` that took as long as it may."""
+    return WaitTimeoutError(f"{THIS_RANK} waited {THIS_RANK.timeout_s:g} s for {what}")
 
 
 @contextmanager
@@ -79,25 +99,25 @@ def _cause(error: RuntimeError) -> str:
     return re.sub(r"^\[.*?\] ", "", cause).splitlines()[0].split(". ")[0]
 
 
-def wait(work: dist.Work, *, timeout_s: float, what: str) -> None:
+def wait(work: dist.Work, *, what: str) -> None:
     """Block this process until ``work`` is done. An error if it does not end calls it ``what``.
 
-    If its group uses gloo, the group must have the same ``timeout_s``.
+    If its group uses gloo, the group must have the same time-out.
     """
-    with Waiting(what, timeout_s):
+    with Waiting(what):
         work.wait()  # with gloo this call blocks; with NCCL only the device's queue waits
     if not work.is_completed():
-        poll(work.is_completed, timeout_s=timeout_s, what=what)
+        poll(work.is_completed, what=what)
 
 
-def poll(is_done: Callable[[], bool], *, timeout_s: float, what: str) -> None:
+def poll(is_done: Callable[[], bool], *, what: str) -> None:
     """Poll ``is_done`` with growing pauses until it returns True. Raises WaitTimeoutError, which names ``what``."""
     if is_done():
         return
-    with waiting_for(what, timeout_s):
-        deadline, pause_s = monotonic() + timeout_s, _FIRST_PAUSE_S
+    with waiting_for(what):
+        end, pause_s = deadline(), _FIRST_PAUSE_S
         while not is_done():
-            if monotonic() > deadline:
-                raise WaitTimeoutError(f"{THIS_RANK} waited {timeout_s:g} s for {what}")
+            if monotonic() > end:
+                raise timed_out(what)
             sleep(pause_s)
             pause_s = min(pause_s * _BACKOFF, _LONGEST_PAUSE_S)

@@ -85,13 +85,13 @@ class TrainingArguments(transformers.TrainingArguments):
         first = (self.local_process_index if local else self.process_index) == 0
         waits = f"the first process to {desc}" if not first else "the other processes to arrive"
         if not first:
-            with waiting_for(waits, self.ddp_timeout):
+            with waiting_for(waits):
                 dist.barrier()
         try:
             yield
         finally:
             if first:
-                with waiting_for(waits, self.ddp_timeout):
+                with waiting_for(waits):
                     dist.barrier()
 
 

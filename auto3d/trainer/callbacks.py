@@ -91,7 +91,7 @@ class PipelineCallbacks(CallbackHandler):
         after = {kind: dict(look(args)) for kind, look in looks.items()}
         changed = {kind: _differing(before[kind], after[kind]) for kind in looks}
         changed[FIXED] = [name for name in changed[FIXED] if name in before[FIXED]]  # nothing reads what is new
-        self._follow(changed, event, args.ddp_timeout)
+        self._follow(changed, event)
         return control
 
     def _called(self, event: str, args: Any, state: Any, control: Any, **named: Any) -> Any:
@@ -109,9 +109,9 @@ class PipelineCallbacks(CallbackHandler):
         users = [one for one in self.callbacks if is_users(one) and event in own_events(type(one))]
         return " or ".join(dict.fromkeys(type(one).__name__ for one in users))
 
-    def _follow(self, changed: Mapping[str, Sequence[str]], event: str, timeout_s: float) -> None:
+    def _follow(self, changed: Mapping[str, Sequence[str]], event: str) -> None:
         """Let the pipeline have what was ``changed``; ranks agree first, since each may have changed something else."""
-        of_ranks = of_all_ranks([len(each) for each in changed.values()], torch.int64, timeout_s=timeout_s)
+        of_ranks = of_all_ranks([len(each) for each in changed.values()], torch.int64)
         on_any = dict(zip(changed, of_ranks.sum(dim=0).tolist(), strict=True))
         on_all = (of_ranks == of_ranks[0]).all()
         what = next(chain.from_iterable(changed.values()), "something on another rank")

@@ -23,13 +23,13 @@ _TRIED = 4  # pairs of samples that are tried of any dataset
 ALIKE = 1e-4  # difference of two losses that rounding may explain
 
 
-def check_samples(data: CollatedData, main: str, *, timeout_s: float) -> None:
+def check_samples(data: CollatedData, main: str) -> None:
     """Raise InputError if the longest or shortest sample, or the one with the largest or smallest token, cannot train.
 
     Rank 0 finds them where that is cheap: in a list of dicts, and in a column of a ``datasets.Dataset``. A few others
     are tried of any dataset; its other batches are checked when they are loaded. All ranks must call it.
     """
-    positions = of_rank_0(lambda: extremes(data.dataset, main), "to look through the dataset", timeout_s=timeout_s)
+    positions = of_rank_0(lambda: extremes(data.dataset, main), "to look through the dataset")
     for position in positions:
         try:
             data.check([position])
@@ -43,7 +43,7 @@ def check_samples(data: CollatedData, main: str, *, timeout_s: float) -> None:
             raise InputError(f"dataset: samples {first} and {first + 1}: {error}") from None
 
 
-def check_same_data(data: CollatedData, name: str, *, timeout_s: float) -> None:
+def check_same_data(data: CollatedData, name: str) -> None:
     """Raise InputError, on every rank, if ranks have other numbers of samples, another order, or other samples at the
     ends.
 
@@ -58,7 +58,7 @@ def check_same_data(data: CollatedData, name: str, *, timeout_s: float) -> None:
         found = fingerprints(bytes_of(data.collated(samples, [0, 0])))
     mine = (ends[0] + 1 if ends else 0, order, found.tolist())
     of_ranks = [mine] * dist.get_world_size()
-    with waiting_for(f"the fingerprints of all ranks' {name}", timeout_s):
+    with waiting_for(f"the fingerprints of all ranks' {name}"):
         dist.all_gather_object(of_ranks, mine)
     for rank, other in enumerate(of_ranks):
         if other == mine:

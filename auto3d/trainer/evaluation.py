@@ -156,7 +156,7 @@ def evaluated(
         raise InputError(f"Trainer: the model does not use {' and '.join(unread)}, so no stage reads it; leave it out")
     widths = None
     if evaluation.of_decoder:
-        found = of_rank_0(lambda: widths_of(data, batch), "to collate", timeout_s=args.ddp_timeout)
+        found = of_rank_0(lambda: widths_of(data, batch), "to collate")
         widths = Widths(batches=found, of_decoder=evaluation.of_decoder, left=data.padding.left)  # type: ignore[union-attr]
 
     def cut(name: str, value: torch.Tensor, number: int) -> torch.Tensor:
@@ -250,7 +250,6 @@ def metrics_of(
         metrics = of_rank_0(
             lambda: denumpify_detensorize(_computed(compute, result, batch, given)),
             "to compute the metrics",
-            timeout_s=args.ddp_timeout,
         )
     # In the order of transformers, where a loss of the script's replaces the mean one.
     named = {name: value for name, value in metrics.items() if name.startswith(prefix)}

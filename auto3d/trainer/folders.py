@@ -22,19 +22,18 @@ from auto3d.trainer.rank_zero import of_rank_0
 TRAINER_STATE = "trainer_state.json"
 
 
-def write_state(folder: Path, pipeline: Pipeline, timeout_s: float) -> None:
+def write_state(folder: Path, pipeline: Pipeline) -> None:
     """Write the state of all ranks into ``folder``; any rank may read it then. All ranks must call it."""
     training = pipeline.training
     assert training is not None, "checkpoints are written while it trains"
     writer = CheckpointWriter(
         Checkpoints(folder=folder, every=None, keep=1),
         learnt_by(training.rank.common.plan, pipeline.settings.optimizer),
-        timeout_s=timeout_s,
     )
     writer.save(pipeline.state, iteration=training.done, numbers=training.rank.numbers())
     if dist.get_rank():
         writer.finish()
-    of_rank_0(writer.finish, "to complete the checkpoint", timeout_s=timeout_s)
+    of_rank_0(writer.finish, "to complete the checkpoint")
 
 
 def load_weights(folder: Path, training: Training) -> None:

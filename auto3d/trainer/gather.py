@@ -23,7 +23,7 @@ PREFIX = "model."  # names of parameters and buffers begin with it in Rank.state
 OF_OPTIMIZER = "optimizer."
 
 
-def gather(rank: Rank, whole: MutableMapping[str, torch.Tensor], *, timeout_s: float) -> None:
+def gather(rank: Rank, whole: MutableMapping[str, torch.Tensor]) -> None:
     """Copy the parameters and buffers of all ranks into ``whole``, on every rank. All ranks must call it.
 
     What is not in ``whole`` yet is added to it. Tensors travel one by one, so that no more than one takes memory beside
@@ -32,7 +32,7 @@ def gather(rank: Rank, whole: MutableMapping[str, torch.Tensor], *, timeout_s: f
     held = _held(rank, PREFIX)
     mine = {name: (part.shape, part.tensor.dtype, part.shard) for name, part in held.items()}
     of_ranks = [mine] * dist.get_world_size()
-    with waiting_for("the names of all ranks' weights", timeout_s):
+    with waiting_for("the names of all ranks' weights"):
         dist.all_gather_object(of_ranks, mine)
     owners: dict[tuple[str, int], tuple[int, tuple[int, ...], torch.dtype, Shard | None]] = {}
     for number, names in enumerate(of_ranks):
@@ -42,7 +42,7 @@ def gather(rank: Rank, whole: MutableMapping[str, torch.Tensor], *, timeout_s: f
         tensor = torch.empty(shape if shard is None else shard.shape(shape), dtype=dtype)
         if owner == dist.get_rank():
             tensor.copy_(held[name].tensor)
-        with waiting_for(f"{name}, which rank {owner} sends", timeout_s):
+        with waiting_for(f"{name}, which rank {owner} sends"):
             dist.broadcast(tensor, owner)
         if name not in whole:
             whole[name] = torch.empty(shape, dtype=dtype)
@@ -52,19 +52,19 @@ def gather(rank: Rank, whole: MutableMapping[str, torch.Tensor], *, timeout_s: f
             shard.put_back(tensor, whole[name])
 
 
-def scatter(rank: Rank, whole: Mapping[str, torch.Tensor], *, timeout_s: float) -> None:
+def scatter(rank: Rank, whole: Mapping[str, torch.Tensor]) -> None:
     """Copy into ``rank`` what it holds of ``whole``. All ranks must call it.
 
     Raises InputError unless all ranks have the same values.
     """
-    check_alike(whole, timeout_s=timeout_s)
+    check_alike(whole)
     for name, part in _held(rank, PREFIX).items():
         part.tensor.copy_(whole[name] if part.shard is None else part.shard.of(whole[name]))
 
 
-def check_alike(whole: Mapping[str, torch.Tensor], *, timeout_s: float) -> None:
+def check_alike(whole: Mapping[str, torch.Tensor]) -> None:
     """Raise InputError unless all ranks have the same values in ``whole``. All ranks must call it."""
-    for number, names in enumerate(_different(whole, timeout_s)):
+    for number, names in enumerate(_different(whole)):
         if names:
             raise InputError(
                 f"model: ranks {dist.get_rank()} and {number} have other values of {names[0]} since the training; "
@@ -72,21 +72,21 @@ def check_alike(whole: Mapping[str, torch.Tensor], *, timeout_s: float) -> None:
             )
 
 
-def make_alike(whole: Mapping[str, torch.Tensor], *, timeout_s: float) -> None:
+def make_alike(whole: Mapping[str, torch.Tensor]) -> None:
     """Give all ranks rank 0's values where they differ, and say so. All ranks must call it.
 
     torch's DistributedDataParallel does the same, so scripts need no seed before they build a model.
     """
-    differ = sorted(set(chain(*_different(whole, timeout_s))))
+    differ = sorted(set(chain(*_different(whole))))
     of_ranks = [differ] * dist.get_world_size()
-    with waiting_for("which weights differ between ranks", timeout_s):
+    with waiting_for("which weights differ between ranks"):
         dist.all_gather_object(of_ranks, differ)
     for name in (names := sorted(set(chain(*of_ranks)))):
         if name not in whole:
             raise InputError(
                 f"model: rank {dist.get_rank()} has no {name}, which another rank has; build the same model"
             )
-        with waiting_for(f"{name}, which rank 0 sends", timeout_s):
+        with waiting_for(f"{name}, which rank 0 sends"):
             dist.broadcast(whole[name], 0)
     if names:
         tell(
@@ -95,11 +95,11 @@ def make_alike(whole: Mapping[str, torch.Tensor], *, timeout_s: float) -> None:
         )
 
 
-def _different(whole: Mapping[str, torch.Tensor], timeout_s: float) -> list[list[str]]:
+def _different(whole: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """For each rank, the names of the tensors of which it has other values than this one."""
     mine = {name: hash_of(tensor) for name, tensor in whole.items()}
     of_ranks = [mine] * dist.get_world_size()
-    with waiting_for("the values of all ranks' models", timeout_s):
+    with waiting_for("the values of all ranks' models"):
         dist.all_gather_object(of_ranks, mine)
     return [[name for name, value in mine.items() if others.get(name) != value] for others in of_ranks]
 
@@ -127,7 +127,7 @@ def state_of_frozen(rank: Rank, checkpoint: Path) -> dict[str, StatePart]:
     return {name: StatePart(tensor=tensor, shape=tuple(tensor.shape)) for name, tensor in whole.items()}
 
 
-def keep_optimizer_state(rank: Rank, earlier: Mapping[str, StatePart], *, timeout_s: float) -> dict[str, StatePart]:
+def keep_optimizer_state(rank: Rank, earlier: Mapping[str, StatePart]) -> dict[str, StatePart]:
     """Copy into the optimizers of ``rank`` what those of an earlier training held, on whatever ranks they were.
 
     ``earlier`` is what this rank has of it. Returns what of it no optimizer holds any more, because the parameter is
@@ -138,7 +138,7 @@ def keep_optimizer_state(rank: Rank, earlier: Mapping[str, StatePart], *, timeou
     numbers = {name: part.tensor.clone() for name, part in mine.items() if not part.tensor.dim()}
     places = {name: _place(part) for name, part in earlier.items()}, {name: _place(part) for name, part in mine.items()}
     of_ranks = [places] * dist.get_world_size()
-    with waiting_for("what the optimizers of all ranks hold", timeout_s):
+    with waiting_for("what the optimizers of all ranks hold"):
         dist.all_gather_object(of_ranks, places)
     held = set().union(*(after for _, after in of_ranks))
     owners: dict[str, dict[_Place, int]] = {}
@@ -151,11 +151,11 @@ def keep_optimizer_state(rank: Rank, earlier: Mapping[str, StatePart], *, timeou
             numbers |= {name: earlier[name].tensor} if name in numbers else {}
     else:
         for name in sorted(held & owners.keys()):
-            whole = _joined(name, earlier, owners[name], timeout_s=timeout_s)
+            whole = _joined(name, earlier, owners[name])
             if name in mine:
                 _cut(mine[name], whole)
                 numbers |= {name: whole} if name in numbers else {}
-    _check_shared(mine, numbers, _forget_new(rank, owners.keys()), timeout_s=timeout_s)
+    _check_shared(mine, numbers, _forget_new(rank, owners.keys()))
     return {name: part for name, part in earlier.items() if name not in held}
 
 
@@ -180,16 +180,14 @@ def _forget_new(rank: Rank, kept: Collection[str]) -> list[str]:
     return shared
 
 
-def _check_shared(
-    mine: Mapping[str, StatePart], numbers: Mapping[str, torch.Tensor], shared: Sequence[str], *, timeout_s: float
-) -> None:
+def _check_shared(mine: Mapping[str, StatePart], numbers: Mapping[str, torch.Tensor], shared: Sequence[str]) -> None:
     """Raise InputError, on every rank, unless the optimizers hold the ``numbers`` of each name that they should.
 
     Under ZeRO-1 several parameters have one count of steps. ``shared`` names further state that is wrong.
     """
     mixed = [*shared] + [name for name, number in numbers.items() if not torch.equal(number, mine[name].tensor)]
     of_ranks = [mixed] * dist.get_world_size()
-    with waiting_for("whether the optimizers of all ranks can go on", timeout_s):
+    with waiting_for("whether the optimizers of all ranks can go on"):
         dist.all_gather_object(of_ranks, mixed)
     if first := next(chain.from_iterable(of_ranks), None):
         raise InputError(
@@ -205,9 +203,7 @@ def _place(part: StatePart) -> _Place:
     return part.shape, part.shard, part.flat, part.tensor.dtype
 
 
-def _joined(
-    name: str, held: Mapping[str, StatePart], owners: Mapping[_Place, int], *, timeout_s: float
-) -> torch.Tensor:
+def _joined(name: str, held: Mapping[str, StatePart], owners: Mapping[_Place, int]) -> torch.Tensor:
     """The whole of the tensor ``name``, whose parts at each place the ``owners`` send from what they have ``held``."""
     (shape, *_, dtype), *_ = owners
     whole = torch.empty(shape, dtype=dtype)
@@ -217,7 +213,7 @@ def _joined(
             shards[shard] = whole if shard is None else torch.empty(shard.shape(shape), dtype=dtype)
         place = shards[shard] if flat is None else shards[shard].view(-1)[slice(*flat)]
         sent = held[name].tensor.clone() if owner == dist.get_rank() else torch.empty_like(place)
-        with waiting_for(f"{name}, which rank {owner} sends", timeout_s):
+        with waiting_for(f"{name}, which rank {owner} sends"):
             dist.broadcast(sent, owner)
         place.copy_(sent)
     for shard, tensor in shards.items():

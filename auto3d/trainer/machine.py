@@ -22,18 +22,18 @@ USABLE = (
 )
 
 
-def machine(world: World, device: torch.device, *, timeout_s: float) -> Cluster:
+def machine(world: World, device: torch.device) -> Cluster:
     """The cluster of all ranks: every device as fast as the slowest. All ranks must call it.
 
     All ranks time a matrix product and a copy at the same moment, as in training, and ranks 0 and 1 time messages. If
     these two are on different nodes, the time is that of the link between nodes; else that link has the defaults of a
     Node. It is a rough description: ``auto3d calibrate`` measures one that predicts within a few percent.
     """
-    ranks = ProfiledRanks(world, device, timeout_s)
+    ranks = ProfiledRanks(world, device)
     hosts = list(THIS_RANK.hosts)
     times = torch.tensor([-_memory_bytes(device, hosts.count(hosts[world.rank])), *_device_times(ranks)])
     times = times.double()
-    with waiting_for("the other ranks to time their devices", timeout_s):
+    with waiting_for("the other ranks to time their devices"):
         dist.all_reduce(times, dist.ReduceOp.MAX)
     memory, product_s, copy_s = times.tolist()
     accelerator = Accelerator(

@@ -148,7 +148,7 @@ class Pipeline:
         self._weights, self._is_gathered = state_of(self._model), checkpoints is None
         if self._weights is not None:
             unify = make_alike if self._planned is None else check_alike
-            unify(self._weights, timeout_s=self._args.ddp_timeout)
+            unify(self._weights)
         if self._planned is None or self.is_outdated or captured_for != self.inputs:
             self.build = with_loss(build_of(self._model), self._own_loss, gets_items=gets_items)
             self._traits = dict(traits_of(self._model))
@@ -173,9 +173,7 @@ class Pipeline:
             captured, plan, self.settings, data, setup().world, state=self._weights, checkpoints=checkpoints
         )
         if self._learnt_by is not None:
-            self._optimizer_state = keep_optimizer_state(
-                self.training.rank, self._optimizer_state, timeout_s=self._args.ddp_timeout
-            )
+            self._optimizer_state = keep_optimizer_state(self.training.rank, self._optimizer_state)
             self.training.rank.executor.note_weights(evaluation=evaluates)
         if goes_on:
             self.training.begin_after(done, numbers)
@@ -246,7 +244,7 @@ class Pipeline:
     def gather(self) -> None:
         """Copy the pipeline's weights into the model, on every rank, if the model has values."""
         if self.training is not None and self._weights is not None and not self._is_gathered:
-            gather(self.training.rank, self._weights, timeout_s=self._args.ddp_timeout)
+            gather(self.training.rank, self._weights)
             self._is_gathered = True
 
     def scatter(self) -> None:
@@ -255,7 +253,7 @@ class Pipeline:
         Raises InputError unless all ranks have changed them alike.
         """
         if self.training is not None and self._weights is not None and self._is_gathered:
-            scatter(self.training.rank, self._weights, timeout_s=self._args.ddp_timeout)
+            scatter(self.training.rank, self._weights)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Update from now on with the numbers that the groups of the script's ``optimizer`` have, such as its rates."""
@@ -283,7 +281,7 @@ class Pipeline:
         if self.training is None:
             raise InputError("Trainer.save_model: the model on the meta device has no weights before train()")
         whole: dict[str, torch.Tensor] = {}
-        gather(self.training.rank, whole, timeout_s=self._args.ddp_timeout)
+        gather(self.training.rank, whole)
         first_name = {id(parameter): name for name, parameter in self._model.named_parameters()}
         entries = self._model.state_dict(keep_vars=True).items()
         return {name: whole[first_name.get(id(tensor), name)] for name, tensor in entries}

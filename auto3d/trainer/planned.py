@@ -83,21 +83,19 @@ def plan_of(
             raise InputError("TrainingArguments.activation_checkpointing: auto3d.init(recompute=) decides it; give one")
         cluster = Cluster(nodes=(Node(devices=setup.world.size),), device=kind)
         if setup.choices.get("recompute") == "auto":
-            cluster = machine(setup.world, args.device, timeout_s=args.ddp_timeout)
+            cluster = machine(setup.world, args.device)
         planner = planner_on(cluster)
         dp, tp, pp = setup.degrees
         candidate = Candidate(
             dp=dp, tp=tp, pp=pp, micro_batch_size=batch.micro_batch_size, **choices | dict(setup.choices)
         )
         if is_sought(candidate):  # each rank would find another order
-            text = of_rank_0(
-                lambda: planner.plan(**vars(candidate)).to_json(), "to find an order", timeout_s=args.ddp_timeout
-            )
+            text = of_rank_0(lambda: planner.plan(**vars(candidate)).to_json(), "to find an order")
             plan = Plan.from_json(text)
         else:
             plan = planner.plan(**vars(candidate))
         return plan, planner.captured(samples_at_once(plan))
-    planner = planner_on(setup.cluster or machine(setup.world, args.device, timeout_s=args.ddp_timeout))
+    planner = planner_on(setup.cluster or machine(setup.world, args.device))
     plan = _fastest(planner, setup, args)
     return plan, planner.captured(samples_at_once(plan))
 
@@ -142,4 +140,4 @@ def _fastest(planner: Planner, setup: Setup, args: TrainingArguments) -> Plan:
         )
         return plan.to_json()
 
-    return Plan.from_json(of_rank_0(search, "to find the fastest plan", timeout_s=args.ddp_timeout))
+    return Plan.from_json(of_rank_0(search, "to find the fastest plan"))

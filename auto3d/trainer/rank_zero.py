@@ -23,7 +23,7 @@ def first_and_more(names: Sequence[str]) -> str:
     return names[0] + f" and {len(names) - 1} more" * (len(names) > 1)
 
 
-def of_rank_0(make: Callable[[], Result], what: str, *, timeout_s: float) -> Result:
+def of_rank_0(make: Callable[[], Result], what: str) -> Result:
     """Rank 0's ``make()``, on every rank; ``what`` says in an error what the others waited for.
 
     An error is raised on every rank: an InputError as it is, any other elsewhere as a PeerLostError.
@@ -36,7 +36,7 @@ def of_rank_0(make: Callable[[], Result], what: str, *, timeout_s: float) -> Res
         except Exception as error:  # whatever it is, the other ranks wait for an answer
             failure = error
             answer = [(None, f"{type(error).__name__}: {error}", isinstance(error, InputError))]
-    with waiting_for(f"rank 0 {what}", timeout_s):
+    with waiting_for(f"rank 0 {what}"):
         dist.broadcast_object_list(answer)
     if failure is not None:
         raise failure

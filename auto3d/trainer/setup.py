@@ -22,7 +22,7 @@ from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.process.joined import joined_world
 from auto3d.runtime.process.world import World, leave_or_end, meet
-from auto3d.runtime.waiting import PeerLostError
+from auto3d.runtime.waiting import PeerLostError, waiting_up_to
 from auto3d.schedule import SCHEDULES, parse_schedule
 from auto3d.search.axes import Candidate
 from auto3d.search.space import SearchSpace
@@ -116,7 +116,8 @@ def init(
             _check_synchronous(parse_schedule(choices["schedule"])[0])
         _setup = Setup(world=world, degrees=degrees, choices=choices)
     if world.size > 1:
-        _store = meet(world, timeout_s=MEET_S)
+        with waiting_up_to(MEET_S):
+            _store = meet(world)
         go_on_with_those_of_rank_0(_store, world.rank)
     atexit.register(_leave)
 

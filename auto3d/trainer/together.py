@@ -8,7 +8,7 @@ from torch.distributed import distributed_c10d
 
 from auto3d.errors import InputError
 from auto3d.runtime.activity import THIS_RANK
-from auto3d.runtime.waiting import WaitTimeoutError
+from auto3d.runtime.waiting import deadline, timed_out
 
 ENDED = "has come to the end of its script"
 _LOOK_S = 0.2  # how long a rank waits for the others before it looks where they are
@@ -30,7 +30,11 @@ class Together:
             store.set(_place(dist.get_rank()), f"{self._calls} {self._marks} {what}")
 
     def call(self, what: str, timeout_s: float) -> None:
-        """Wait until all ranks call ``what``. Raises InputError if another one calls something else, or cannot come."""
+        """Wait until all ranks call ``what``; waits that follow in it have its time-out, too.
+
+        Raises InputError if another rank calls something else, or cannot come.
+        """
+        THIS_RANK.timeout_s = timeout_s
         if not dist.is_initialized():
             raise InputError(
                 f"{what}: the connections between the ranks are closed, as Trainer.end() does; call it before that"
@@ -41,14 +45,14 @@ class Together:
         store = self._met()
         keys = [f"auto3d/call/{self._calls}/{each}" for each in range(size)]
         store.set(keys[rank], what)
-        deadline = monotonic() + timeout_s
+        end = deadline()
         while not _are_there(store, keys):
             missing = [each for each in range(size) if not store.check([keys[each]])]
             for each in missing:
                 if (passed := self._passed(store, each)) is not None:
                     raise _alone(what, each, passed)
-            if missing and monotonic() > deadline:
-                raise WaitTimeoutError(f"{THIS_RANK} waited {timeout_s:g} s for rank {missing[0]} to call {what} too")
+            if missing and monotonic() > end:
+                raise timed_out(f"rank {missing[0]} to call {what} too")
         for each, called in enumerate(store.multi_get(keys)):
             if called.decode() != what:
                 raise _alone(what, each, f"calls {called.decode()}")

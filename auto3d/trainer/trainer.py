@@ -210,7 +210,7 @@ class Trainer(transformers.Trainer):
                 last_complete(Path(self.args.output_dir or ".")) if given is True else check_complete(Path(given))
             )
 
-        return of_rank_0(chosen, "to say which checkpoint to resume from", timeout_s=self.args.ddp_timeout)
+        return of_rank_0(chosen, "to say which checkpoint to resume from")
 
     def hyperparameter_search(self, *arguments: Any, **named: Any) -> Any:
         raise InputError("Trainer.hyperparameter_search: refused: it would need a pipeline for each trial")
@@ -236,7 +236,7 @@ class Trainer(transformers.Trainer):
             write = partial(super().save_model, folder, _internal_call)
         if dist.get_rank():
             write()
-        of_rank_0(write, "to write the model", timeout_s=self.args.ddp_timeout)
+        of_rank_0(write, "to write the model")
 
     def end(self) -> None:
         """Finish the trackers and leave the other ranks, at the end of a script. All ranks must call it."""
@@ -305,7 +305,7 @@ class Trainer(transformers.Trainer):
         self._draws = None
         if is_stream(loader.dataset):
             return Stream(loader.dataset, global_batch=global_batch, seed=self.args.seed, tell=tell)
-        states = of_rank_0(PROCESS.states, "to say from where it draws the order", timeout_s=self.args.ddp_timeout)
+        states = of_rank_0(PROCESS.states, "to say from where it draws the order")
         order = TrainOrder(
             loader, global_batch=global_batch, iterations_per_epoch=self._updates_per_epoch, state=states.torch
         )
@@ -580,15 +580,14 @@ class Trainer(transformers.Trainer):
             with LOCK:
                 return states().to_json()
 
-        found = of_rank_0(text, "to say where generators are", timeout_s=self.args.ddp_timeout)
+        found = of_rank_0(text, "to say where generators are")
         return States.from_json(found)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        write_state(Path(output_dir), self._pipeline, self.args.ddp_timeout)
+        write_state(Path(output_dir), self._pipeline)
         of_rank_0(
             lambda: write_rates(Path(output_dir), self.optimizer, self.lr_scheduler),
             "to write the learning rates",
-            timeout_s=self.args.ddp_timeout,
         )
 
     def _load_best_model(self) -> None:
@@ -605,7 +604,6 @@ class Trainer(transformers.Trainer):
             of_rank_0(
                 lambda: write_draws(Path(output_dir), draws.point(step)),
                 "to write where generators are",
-                timeout_s=self.args.ddp_timeout,
             )
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -632,16 +630,15 @@ class Trainer(transformers.Trainer):
         self._length = None
         lengths = self._find_length([loader, *self._loaders_of_evaluations().values()])
         data = replace(self._collated(loader, self._order), missing=missing).with_shapes()
-        check_same_data(data, "train_dataset", timeout_s=self.args.ddp_timeout)
+        check_same_data(data, "train_dataset")
         longest = None if lengths is None or self._length is None else self._of_micro_batches(lengths, max_steps)
         if longest is not None and self._length is not None:
             captured = lengths_to_capture(longest, self._length)[:-1]
             data = replace(data, sample_lengths=lengths, captured_lengths=captured)
-        check_samples(data, self._main_input, timeout_s=self.args.ddp_timeout)
+        check_samples(data, self._main_input)
         of_rank_0(
             lambda: check_padding(self.model, self.compute_loss, data, self._main_input),
             "to compare a loss with and without padding",
-            timeout_s=self.args.ddp_timeout,
         )
         return data
 
@@ -686,16 +683,14 @@ class Trainer(transformers.Trainer):
         data = replace(data, draws=self._draws)
         if resume_from_checkpoint is not None:
             folder, step = Path(resume_from_checkpoint), self.state.global_step
-            found = of_rank_0(
-                lambda: read_draws(folder), "to read where generators were", timeout_s=self.args.ddp_timeout
-            )
+            found = of_rank_0(lambda: read_draws(folder), "to read where generators were")
             if found is None:
                 tell(f"{folder} does not say where generators were: what the data draw begins anew, from the seed")
             self._draws.go_on(step, found)
         return data
 
     def _any_rank(self, found: bool) -> bool:
-        return bool(of_all_ranks([int(found)], torch.int64, timeout_s=self.args.ddp_timeout).any())
+        return bool(of_all_ranks([int(found)], torch.int64).any())
 
     def _padding(self, length: int | None) -> Padding | None:
         if length is None:
@@ -716,7 +711,7 @@ class Trainer(transformers.Trainer):
             if step < looked_at:
                 longest += [lengths[samples[first : first + size]].max() for first in range(0, len(samples), size)]
         mine = digest.intdigest() >> 2 if longest else 0
-        found = of_all_ranks([mine], torch.int64, timeout_s=self.args.ddp_timeout)
+        found = of_all_ranks([mine], torch.int64)
         return np.array(longest) if mine and bool((found == mine).all()) else None
 
     def _find_length(self, loaders: Sequence[Any]) -> np.ndarray | None:
@@ -740,7 +735,7 @@ class Trainer(transformers.Trainer):
                 return None, None
             return max(int(each.max()) for each in known), None if of_stream else known[0]
 
-        longest, first = of_rank_0(lengths, "to find how long samples are", timeout_s=self.args.ddp_timeout)
+        longest, first = of_rank_0(lengths, "to find how long samples are")
         if longest is not None and longest > (self._length or 0):
             self._length = longest
         return first
@@ -835,7 +830,7 @@ class Trainer(transformers.Trainer):
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         evaluation = self._evaluation_of(data, loss_only=loss_only, ignored=ignore_keys)
         looks = any(map(may_look, (self.compute_metrics, self.preprocess_logits_for_metrics)))
-        if of_all_ranks([int(looks)], torch.int64, timeout_s=args.ddp_timeout).any():
+        if of_all_ranks([int(looks)], torch.int64).any():
             self._pipeline.gather()
         result = evaluated(
             self._pipeline,
@@ -921,9 +916,9 @@ class Trainer(transformers.Trainer):
         loss_only = self.compute_metrics is None or self.args.prediction_loss_only
         for name, loader in self._loaders_of_evaluations().items():
             data = self._evaluation_data(loader)
-            check_same_data(data, f"eval_dataset{f'[{name!r}]' * bool(name)}", timeout_s=self.args.ddp_timeout)
+            check_same_data(data, f"eval_dataset{f'[{name!r}]' * bool(name)}")
             self._evaluation_of(data, loss_only=loss_only)
-            check_samples(data, self._main_input, timeout_s=self.args.ddp_timeout)
+            check_samples(data, self._main_input)
 
     def _check_reads(self, data: CollatedData) -> None:
         """Raise InputError if the script's code names an attribute that the model's forward sets."""
@@ -979,7 +974,7 @@ class Trainer(transformers.Trainer):
             events_with_changes(callbacks),
         )
         of_ranks = [mine] * self.args.world_size
-        with waiting_for("the names of the other ranks' callbacks", self.args.ddp_timeout):
+        with waiting_for("the names of the other ranks' callbacks"):
             dist.all_gather_object(of_ranks, mine)
         schedules = self._created_lr_scheduler and type(self).create_scheduler is transformers.Trainer.create_scheduler
         self._ranks_agree = schedules and all(names == mine[0] and not users for names, users, *_ in of_ranks)
@@ -1001,7 +996,7 @@ class Trainer(transformers.Trainer):
         )
         alike = [numbers, -numbers, place, -place]  # the largest of each pair differ only by their signs
         flags = torch.tensor([*(int(getattr(self.control, name)) for name in _FLAGS), *alike])
-        with waiting_for("the callbacks of the other ranks", self.args.ddp_timeout):
+        with waiting_for("the callbacks of the other ranks"):
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         *of_flags, numbers, lowest_numbers, place, lowest_place = flags.tolist()
         if place != -lowest_place:

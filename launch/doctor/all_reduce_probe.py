@@ -85,8 +85,8 @@ def _measure(world: World, kind: str, report: Report) -> tuple[bool, list[Rate]]
         torch.set_num_threads(1)
     join(world, device=device, timeout_s=MEET_S)
     report(True)
-    group = new_group(range(world.size), MEET_S, device=device)
-    connect(group, device=device, what="all ranks", timeout_s=MEET_S)
+    group = new_group(range(world.size), device=device)
+    connect(group, device=device, what="all ranks")
     comm.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     # With its log, DeepSpeed waits for the end of every operation, which is right here because nothing else runs.
     comm.configure(enabled=True, prof_all=False, prof_ops=["all_reduce"], verbose=False)
@@ -94,7 +94,7 @@ def _measure(world: World, kind: str, report: Report) -> tuple[bool, list[Rate]]
     for before, size in zip((0, *SIZES), SIZES, strict=False):
         if (kind == "cpu" and size > LARGEST_ON_CPU) or (before and once_s * size / before > LONGEST_S):
             break
-        with waiting_for(f"an all-reduce of {size} bytes", MEET_S):
+        with waiting_for(f"an all-reduce of {size} bytes"):
             was_correct, once_s = _sum_once(world, size, device, group)
             correct &= was_correct
             for _ in range(max(1, min(REPETITIONS, int(SIZE_S / once_s)))):

@@ -64,7 +64,7 @@ def probe_devices(
     announce(f"measuring messages between neighbours on {counted(ranks, 'rank')}")
     links, error = _run_part(
         ranks,
-        lambda world, report: measure_links(world, device, meet_s=MEET_S, timeout_s=WAIT_S),
+        lambda world, report: measure_links(world, device, meet_s=MEET_S, wait_s=WAIT_S),
         limit_s=LINKS_S,
         node=node_of(1),
     )
@@ -82,7 +82,7 @@ def probe_devices(
         if device == "cuda":
             use_device(world.device(device))
         training = shared if device == "cpu" else plan_training(ranks, device)
-        return train_both_ways(world, training, device, meet_s=MEET_S, timeout_s=WAIT_S)
+        return train_both_ways(world, training, device, meet_s=MEET_S, wait_s=WAIT_S)
 
     training, error = _run_part(
         ranks,
@@ -108,7 +108,7 @@ def _exchange(
 
     def target(world: World, report: Report) -> ExchangeResult:
         return exchange(
-            world, device, connections, meet_s=MEET_S, timeout_s=WAIT_S, begin=lambda pattern: report(str(pattern))
+            world, device, connections, meet_s=MEET_S, wait_s=WAIT_S, begin=lambda pattern: report(str(pattern))
         )
 
     announce(f"exchanging the messages of schedules on {counted(ranks, 'rank')}{ExchangeRun(connections, None)}")

@@ -27,7 +27,7 @@ from auto3d.runtime.messages.exchange import Exchange
 from auto3d.runtime.messages.gradient_sync import GradientSync, Holders
 from auto3d.runtime.messages.totals import Totals
 from auto3d.runtime.out_of_memory import MemoryWatch
-from auto3d.runtime.process.world import World, connect, join, new_group
+from auto3d.runtime.process.world import World, connect, new_group
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.samples.inputs import MicroBatchInputs
@@ -37,7 +37,7 @@ from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.weights.versions import WeightVersions
 from auto3d.schedule import build_schedule
 from auto3d.schedule.lowering import lower
-from launch.doctor.link_probe import CorruptedError
+from launch.doctor.link_probe import CorruptedError, join_within
 
 ITERATIONS = 3
 SIZES = {"cpu": (2**12, 2**16, 2**18), "cuda": (2**12, 2**20, 2**24)}  # bytes; each message has a tensor of each size
@@ -87,28 +87,28 @@ def exchange(
     connections: int | None,
     *,
     meet_s: float,
-    timeout_s: float,
+    wait_s: float,
     begin: Callable[[Pattern], None],
 ) -> ExchangeResult:
     """Run all ``patterns`` with ``connections`` hardware queues of the GPU; ``begin`` is called with each at its start.
 
-    Ranks have ``meet_s`` to meet; every later wait for another rank ends after ``timeout_s``. Raises CorruptedError if
-    a tensor differs from what was sent.
+    Ranks have ``meet_s`` to meet; every later wait for another rank ends after ``wait_s``. Raises CorruptedError if a
+    tensor differs from what was sent.
     """
     if connections is not None:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)  # CUDA reads this when it starts
     device = world.device(kind)
     if kind == "cpu":
         torch.set_num_threads(1)
-    join(world, device=device, timeout_s=meet_s)
+    join_within(world, device, meet_s=meet_s, wait_s=wait_s)
     tensors, start = 0, time.monotonic()
     for pattern in patterns(world.size):
         begin(pattern)
-        tensors += _run(world, pattern, device, timeout_s)
+        tensors += _run(world, pattern, device)
     return ExchangeResult(tensors, time.monotonic() - start)
 
 
-def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float) -> int:
+def _run(world: World, pattern: Pattern, device: torch.device) -> int:
     """Run one pattern; returns how many tensors this rank received."""
     schedule = build_schedule(pattern.schedule, devices=pattern.pp, micro_batches=pattern.micro_batches)
     placement = place_ranks(dp=pattern.dp, pp=pattern.pp)
@@ -125,9 +125,9 @@ def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float)
     shared = {each.stages for each in holders.values() if len(each.ranks) > 1}
     program = lower(schedule, transfers, shared)[pipeline_device]
     pipe_stages = [each for each, home in schedule.device_of.items() if home == pipeline_device]
-    run_ahead = RunAhead(device, timeout_s)
-    everyone = new_group(range(world.size), timeout_s, device=device)
-    connect(everyone, device=device, what="all ranks", timeout_s=timeout_s)
+    run_ahead = RunAhead(device)
+    everyone = new_group(range(world.size), device=device)
+    connect(everyone, device=device, what="all ranks")
     messages = Exchange(
         program,
         transfers,
@@ -136,16 +136,15 @@ def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float)
         sample_dimensions={},
         device=device,
         run_ahead=run_ahead,
-        timeout_s=timeout_s,
     )
     parameters = {
         _parameter(stage): nn.Parameter(torch.zeros(GRADIENT_BYTES // 4, device=device)) for stage, _ in pipe_stages
     }
     private = [name for name in parameters if len(holders[name].ranks) == 1]
-    sync = GradientSync(parameters, holders, private=private, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
-    totals = Totals(everyone, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
+    sync = GradientSync(parameters, holders, private=private, device=device, run_ahead=run_ahead)
+    totals = Totals(everyone, device=device, run_ahead=run_ahead)
     receipts = _Receipts(pipeline)
-    load = _SyntheticLoad(device, random.Random(f"{pattern} {world.rank}"), timeout_s)
+    load = _SyntheticLoad(device, random.Random(f"{pattern} {world.rank}"))
     stages = {
         (number, pipe): _FakeComputation(
             _stage(number, transfers), pipe, parameters[_parameter(number)], receipts, load
@@ -242,10 +241,9 @@ class _Receipts:
 class _SyntheticLoad:
     """What an operation does besides its messages: matrix products and, before some operations, a pause."""
 
-    def __init__(self, device: torch.device, draw: random.Random, timeout_s: float) -> None:
+    def __init__(self, device: torch.device, draw: random.Random) -> None:
         self._device = device
         self._draw = draw
-        self._timeout_s = timeout_s
         self._matrix = torch.ones(WIDTHS[device.type], WIDTHS[device.type], device=device)
 
     def run(self, products: int) -> None:
@@ -260,7 +258,7 @@ class _SyntheticLoad:
     def _pause(self) -> None:
         time.sleep(self._draw.uniform(0, LONGEST_PAUSE_S))
         if self._device.type == "cuda":
-            with waiting_for("its device to complete all that is queued", self._timeout_s):
+            with waiting_for("its device to complete all that is queued"):
                 torch.cuda.empty_cache()
                 torch.cuda.synchronize(self._device)
 

@@ -49,22 +49,28 @@ class CorruptedError(RuntimeError):
     """A message arrived with other contents than it was sent with."""
 
 
-def measure_links(world: World, kind: str, *, meet_s: float, timeout_s: float) -> Links:
+def join_within(world: World, device: torch.device, *, meet_s: float, wait_s: float) -> None:
+    """Join the other ranks, which have ``meet_s`` to meet; every later wait for another rank ends after ``wait_s``."""
+    join(world, device=device, timeout_s=meet_s)
+    THIS_RANK.timeout_s = wait_s
+
+
+def measure_links(world: World, kind: str, *, meet_s: float, wait_s: float) -> Links:
     """Bandwidths of all pairs of ranks r and r + 1, measured one pair after the other; equal on all ranks.
 
-    Ranks have ``meet_s`` to meet; every later wait for another rank ends after ``timeout_s``. Raises CorruptedError on
-    a rank that receives other contents than were sent.
+    Ranks have ``meet_s`` to meet; every later wait for another rank ends after ``wait_s``. Raises CorruptedError on a
+    rank that receives other contents than were sent.
     """
     device = world.device(kind)
     if kind == "cpu":
         torch.set_num_threads(1)
-    join(world, device=device, timeout_s=meet_s)
+    join_within(world, device, meet_s=meet_s, wait_s=wait_s)
     THIS_RANK.set_phase("in the measurement of messages")
     everyone = list(range(world.size))
-    upward, downward = (new_group(everyone, timeout_s, device=device, messages=True) for _ in range(2))
+    upward, downward = (new_group(everyone, device=device, messages=True) for _ in range(2))
     rates = []
     for lower in range(world.size - 1):
-        pair = _Pair(world.rank, lower, upward, downward, device, timeout_s)
+        pair = _Pair(world.rank, lower, upward, downward, device)
         between_nodes = THIS_RANK.hosts[lower] != THIS_RANK.hosts[lower + 1]
         once_s, last_size = 0.0, 0
         for size in SIZES[kind]:
@@ -74,7 +80,7 @@ def measure_links(world: World, kind: str, *, meet_s: float, timeout_s: float) -
             count = max(1, min(REPETITIONS, int(MEASURE_S / once_s)))
             one_way, both_ways = (8e-9 * size * count / pair.seconds(size, count, both=both) for both in (False, True))
             rates.append(PairRate((lower, lower + 1), between_nodes, size, count, one_way, both_ways))
-    return Links(rates, _neighbours(world, kind, timeout_s))
+    return Links(rates, _neighbours(world, kind))
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,6 @@ class _Pair:
     upward: dist.ProcessGroup
     downward: dist.ProcessGroup
     device: torch.device
-    timeout_s: float
 
     def seconds(self, size: int, count: int, *, both: bool) -> float:
         """Time of the slower rank for ``count`` messages of ``size`` bytes, upward or ``both`` ways at once.
@@ -120,25 +125,25 @@ class _Pair:
         clock = _Clock(self.device)
         pending: deque[dist.Work] = deque()
         for number in range(count):
-            with waiting_for(what, self.timeout_s):
+            with waiting_for(what):
                 if receives:
                     pending.append(_begun(dist.irecv(buffers[number % BUFFERS], peer, group=into)))
                 if sends:
                     pending.append(_begun(dist.isend(message, peer, group=out)))
             # On a GPU, receives of one group complete in order. On a CPU, only this wait protects buffers in use.
             while self.device.type == "cpu" and len(pending) > (BUFFERS - 1) * (sends + receives):
-                wait(pending.popleft(), timeout_s=self.timeout_s, what=what)
+                wait(pending.popleft(), what=what)
         for work in pending:
-            with waiting_for(what, self.timeout_s):
+            with waiting_for(what):
                 work.wait()
-        return clock.seconds(what, self.timeout_s)
+        return clock.seconds(what)
 
     def _meet(self, seconds: float) -> float:
         """Wait for all ranks; returns the largest of their ``seconds``."""
         largest = torch.tensor(seconds, dtype=torch.float64)
         pair = f"{THIS_RANK.name(self.lower)} and {THIS_RANK.name(self.lower + 1)}"
         what = f"the other ranks around the messages between {pair}"
-        with waiting_for(what, self.timeout_s):
+        with waiting_for(what):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             return largest.item()
 
@@ -157,23 +162,23 @@ class _Clock:
         if self._began is not None:
             self._began.record()
 
-    def seconds(self, what: str, timeout_s: float) -> float:
+    def seconds(self, what: str) -> float:
         """Seconds until now. Polls a GPU until its queue is done; ``what`` names the wait in a time-out's error."""
         if self._began is None:
             return time.perf_counter() - self._start
         ended = torch.cuda.Event(enable_timing=True)
         ended.record()
-        poll(ended.query, timeout_s=timeout_s, what=what)
+        poll(ended.query, what=what)
         return self._began.elapsed_time(ended) / 1e3
 
 
-def _neighbours(world: World, kind: str, timeout_s: float) -> list[Neighbours]:
+def _neighbours(world: World, kind: str) -> list[Neighbours]:
     """All pairs of ranks r and r + 1 on the same node."""
     here = world.device(kind).index
     sees = kind == "cuda" and here + 1 < torch.cuda.device_count()
     access_here = torch.cuda.can_device_access_peer(here, here + 1) if sees else None
     access: list[bool | None] = [None] * world.size
-    with waiting_for("the peer access of all ranks", timeout_s):
+    with waiting_for("the peer access of all ranks"):
         dist.all_gather_object(access, access_here)
     return [
         Neighbours((lower, lower + 1), THIS_RANK.hosts[lower], access[lower])

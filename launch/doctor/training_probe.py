@@ -22,12 +22,13 @@ from auto3d.plan import Plan
 from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.optimizer.build import build_optimizer
-from auto3d.runtime.process.world import World, join
+from auto3d.runtime.process.world import World
 from auto3d.runtime.rank import Rank, build_rank
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.verify.eager import ABSOLUTE, RELATIVE
 from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.watch.peak_memory import PeakMemory
+from launch.doctor.link_probe import join_within
 
 ITERATIONS = 2
 MICRO_BATCHES = 4
@@ -151,18 +152,18 @@ def plan_training(ranks: int, kind: str) -> ProbeTraining:
 
 
 def train_both_ways(
-    world: World, training: ProbeTraining, kind: str, *, meet_s: float, timeout_s: float
+    world: World, training: ProbeTraining, kind: str, *, meet_s: float, wait_s: float
 ) -> list[TrainedRank]:
     """Train as one rank of the plan, and in plain PyTorch; every rank returns the results of all ranks.
 
-    Ranks have ``meet_s`` to meet; every later wait for another rank ends after ``timeout_s``.
+    Ranks have ``meet_s`` to meet; every later wait for another rank ends after ``wait_s``.
     """
     plan, device = training.plan, world.device(kind)
     settings = TrainingSettings(
-        iterations=ITERATIONS, optimizer=OPTIMIZER, device=kind, threads_per_rank=1, timeout_s=timeout_s
+        iterations=ITERATIONS, optimizer=OPTIMIZER, device=kind, threads_per_rank=1, timeout_s=wait_s
     )
     torch.set_num_threads(settings.threads_per_rank)
-    join(world, device=device, timeout_s=meet_s)
+    join_within(world, device, meet_s=meet_s, wait_s=wait_s)
     expected = list(plain_training(training, device))
     if kind == "cuda":
         torch.cuda.empty_cache()  # memory that plain PyTorch used must not count
@@ -178,7 +179,7 @@ def train_both_ways(
     first_difference = differences[0] if differences else ""
     result_here = TrainedRank(world.rank, THIS_RANK.hosts[world.rank], rank.predicted.total, used, first_difference)
     results: list[TrainedRank] = [result_here] * world.size
-    with waiting_for("the training results of all ranks", timeout_s):
+    with waiting_for("the training results of all ranks"):
         dist.all_gather_object(results, result_here)
     return results
 

@@ -43,6 +43,6 @@ def log_communication(
             run(iteration)
         own = read_log(log, settings.iterations - first)
         gathered: list[list[CommunicationCalls]] = [[] for _ in range(world.size)]
-        with waiting_for("the communication logs of all ranks", settings.timeout_s):
+        with waiting_for("the communication logs of all ranks"):
             dist.all_gather_object(gathered, own)
         return gathered

@@ -37,13 +37,13 @@ SEVERAL_STAGES = {
 
 
 def build(rank: PeerRank) -> Iteration:
-    plan, timeout_s = rank.plan, rank.settings.timeout_s
+    plan = rank.plan
     device, place = plan.position(rank.world.rank)
     pipelines = [
-        new_group([each for mesh in plan.meshes for each in mesh.at(pipeline=number)], timeout_s, device=rank.device)
+        new_group([each for mesh in plan.meshes for each in mesh.at(pipeline=number)], device=rank.device)
         for number in range(plan.dp)
     ]
-    replicas = [new_group(mesh.ranks, timeout_s, device=rank.device) for mesh in plan.meshes]
+    replicas = [new_group(mesh.ranks, device=rank.device) for mesh in plan.meshes]
     stages = cut(rank.captured.graph, plan.stages)
     own = [stage for (stage, _), home in sorted(schedule_of(plan).device_of.items()) if home == device]
     modules = [CapturedStage(rank, stages[number]) for number in own]

@@ -67,11 +67,11 @@ def train_by_peer(
             seconds.append(now - before)
             before = now
         shares = [0.0 if loss is None else float(loss) for loss in losses]
-        bytes_of_ranks = memory_of_ranks(memory.read(), None, timeout_s=settings.timeout_s)
+        bytes_of_ranks = memory_of_ranks(memory.read(), None)
         return TrainingResult(
-            loss=of_all_ranks(shares, torch.float64, timeout_s=settings.timeout_s).sum(dim=0).tolist(),
+            loss=of_all_ranks(shares, torch.float64).sum(dim=0).tolist(),
             grad_norm=[None] * len(losses),
-            iteration_s=of_all_ranks(seconds, torch.float64, timeout_s=settings.timeout_s).max(dim=0).values.tolist(),
+            iteration_s=of_all_ranks(seconds, torch.float64).max(dim=0).values.tolist(),
             peak_bytes=bytes_of_ranks["peak_bytes"],
             reserved_bytes=bytes_of_ranks["reserved_bytes"],
             used_bytes=bytes_of_ranks["used_bytes"],

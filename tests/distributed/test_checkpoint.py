@@ -370,7 +370,7 @@ def save_nothing(world, folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "mkdir", make_late)
-        writer = CheckpointWriter(Checkpoints(folder=folder, every=None, keep=1), {}, timeout_s=60)
+        writer = CheckpointWriter(Checkpoints(folder=folder, every=None, keep=1), {})
         writer.save({}, iteration=1, numbers={})
         writer.finish()
 

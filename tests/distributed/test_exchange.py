@@ -36,8 +36,7 @@ def make_exchange(world, timeout_s: float) -> Exchange:
         device_of={(0, 0): 0, (1, 0): 1},
         sample_dimensions={},
         device=torch.device("cpu"),
-        run_ahead=RunAhead(torch.device("cpu"), timeout_s),
-        timeout_s=timeout_s,
+        run_ahead=RunAhead(torch.device("cpu")),
     )
     for message in posts:
         exchange.post(message)
@@ -133,8 +132,7 @@ def exchange_between(world, counts: tuple[int, int]) -> dict[str, list]:
             device_of={(0, 0): 0, (1, 0): 1},
             sample_dimensions={"hidden": 1, "index": 0},
             device=torch.device("cpu"),
-            run_ahead=RunAhead(torch.device("cpu"), 30),
-            timeout_s=30,
+            run_ahead=RunAhead(torch.device("cpu")),
         )
         exchange.post(*posted)
         hidden = torch.arange(72.0).view(2, 12, 3).chunk(replicas, 1)[replica].contiguous()
@@ -202,8 +200,7 @@ def exchange_of_types(world) -> tuple[list, set[str]]:
             device_of={(0, 0): 0, (1, 0): 1},
             sample_dimensions={},
             device=torch.device("cpu"),
-            run_ahead=RunAhead(torch.device("cpu"), 30),
-            timeout_s=30,
+            run_ahead=RunAhead(torch.device("cpu")),
         )
         received: dict[str, torch.Tensor] = {}
         if world.rank == 0:

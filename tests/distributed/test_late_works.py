@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from auto3d.runtime.process.world import World, join, leave
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.waiting import WaitTimeoutError, wait
+from auto3d.runtime.waiting import WaitTimeoutError, wait, waiting_up_to
 from tests.distributed.grid import plan_of, sample, schedule_of
 from tests.distributed.late_works import LateWork, late_works
 from tests.distributed.parity import SGD, assert_parity, run_rank
@@ -42,7 +42,7 @@ def read_without_waiting(world: World) -> tuple[float, float]:
             work = dist.isend(tensor, 1) if world.rank == 0 else dist.irecv(tensor, 0)
             work.wait()
             at_once = tensor[0].item()
-            RunAhead(torch.device("cpu"), 30).wait(work, "a number")
+            RunAhead(torch.device("cpu")).wait(work, "a number")
             return at_once, tensor[0].item()
     finally:
         leave()
@@ -54,5 +54,5 @@ def test_a_message_is_not_there_when_its_work_was_waited_for(processes):
 
 
 def test_a_work_that_never_ends_is_told_after_the_timeout():
-    with pytest.raises(WaitTimeoutError, match=r"waited 0\.2 s for a message of nobody"):
-        wait(LateWork(), timeout_s=0.2, what="a message of nobody")
+    with pytest.raises(WaitTimeoutError, match=r"waited 0\.2 s for a message of nobody"), waiting_up_to(0.2):
+        wait(LateWork(), what="a message of nobody")

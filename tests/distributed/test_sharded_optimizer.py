@@ -113,7 +113,7 @@ def traffic(world, size: int) -> dict[str, int]:
     join(world, device=CPU, timeout_s=60)
     try:
         ranks = range(world.size)
-        group = new_group(ranks, 60, device=CPU)
+        group = new_group(ranks, device=CPU)
         buffer = torch.ones(size // 4)
         collectives = {
             "all-reduce": lambda: all_reduce(buffer, group),

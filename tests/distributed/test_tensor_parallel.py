@@ -16,7 +16,7 @@ from auto3d.runtime.messages.tensor_group import ProcessTensorGroup
 from auto3d.runtime.process.world import connect, join, new_group
 from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.waiting import WaitTimeoutError
+from auto3d.runtime.waiting import WaitTimeoutError, waiting_up_to
 from tests.distributed.grid import kept_fractions_of
 from tests.distributed.parity import ADAMW, CPU, SGD, assert_parity, make_plan, plain_pytorch, run_rank, with_split
 from tests.distributed.test_uneven import make_plan as make_uneven_plan
@@ -141,12 +141,13 @@ def test_sequence_parallelism(processes, schedule):
 def wait_alone(world) -> str:
     """Rank 0 begins an all-reduce that rank 1 does not; returns its error."""
     join(world, device=CPU, timeout_s=60)
-    group = new_group((0, 1), 1.0, device=CPU)
-    connect(group, device=CPU, what="all", timeout_s=60)
-    tensor = ProcessTensorGroup(group, (0, 1), run_ahead=RunAhead(CPU, 1.0), timeout_s=1.0)
     try:
-        if world.rank == 0:
-            tensor.all_reduce(torch.ones(3), "transformer_h_0_mlp")()
+        with waiting_up_to(1.0):
+            group = new_group((0, 1), device=CPU)
+            connect(group, device=CPU, what="all")
+            tensor = ProcessTensorGroup(group, (0, 1), run_ahead=RunAhead(CPU))
+            if world.rank == 0:
+                tensor.all_reduce(torch.ones(3), "transformer_h_0_mlp")()
     except WaitTimeoutError as error:
         return str(error)
     finally:

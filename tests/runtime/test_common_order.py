@@ -227,7 +227,6 @@ def calls_of(
             sample_dimensions={transfer.value.name: 0 for transfer in transfers},
             device=torch.device("cpu"),
             run_ahead=SimpleNamespace(wait=lambda work, what: None),
-            timeout_s=1.0,
         )
         connecting = False
         for step in program.steps:

@@ -47,6 +47,7 @@ def events(monkeypatch) -> Iterator[list[FakeEvent]]:
 
     monkeypatch.setattr(run_ahead_module.torch.cuda, "Event", make)
     monkeypatch.setattr(THIS_RANK, "rank", 0)
+    monkeypatch.setattr(THIS_RANK, "timeout_s", 30.0)
     board = ActivityBoard(1)
     monkeypatch.setattr(THIS_RANK, "_board", board)
     monkeypatch.setattr(THIS_RANK, "_phase", BEFORE_TRAINING)  # restored afterwards: ranks forked later inherit it
@@ -61,7 +62,7 @@ def queue(ahead: RunAhead, at: str, *waits: tuple[FakeWork, str]) -> None:
 
 
 def test_the_process_queues_a_bounded_number_of_operations(events):
-    ahead = RunAhead(GPU, timeout_s=30)
+    ahead = RunAhead(GPU)
     for number in range(OPERATIONS_AHEAD + 1):
         queue(ahead, f"at F{number}")
     going_on = Thread(target=queue, args=(ahead, "at the next"))
@@ -75,9 +76,10 @@ def test_the_process_queues_a_bounded_number_of_operations(events):
     assert len(events) == OPERATIONS_AHEAD + 2
 
 
-def test_an_operation_that_does_not_end_is_reported_with_the_message_that_it_lacks(events):
+def test_an_operation_that_does_not_end_is_reported_with_the_message_that_it_lacks(events, monkeypatch):
     """Not with the message that the process would wait for next, because its device has not got that far."""
-    ahead = RunAhead(GPU, timeout_s=0.2)
+    monkeypatch.setattr(THIS_RANK, "timeout_s", 0.2)
+    ahead = RunAhead(GPU)
     there, lacking, later = FakeWork(), FakeWork(), FakeWork()
     queue(ahead, "in iteration 1 at F0", (there, "the first"), (lacking, "activations for F0@1 from stage 0"))
     queue(ahead, "in iteration 1 at F1", (later, "activations for F1@1 from stage 0"))
@@ -88,8 +90,9 @@ def test_an_operation_that_does_not_end_is_reported_with_the_message_that_it_lac
     assert "in iteration 1 at F0, waited 0.2 s for activations for F0@1 from stage 0" in str(caught.value)
 
 
-def test_a_device_that_computes_for_ever_is_reported_as_such(events):
-    ahead = RunAhead(GPU, timeout_s=0.2)
+def test_a_device_that_computes_for_ever_is_reported_as_such(events, monkeypatch):
+    monkeypatch.setattr(THIS_RANK, "timeout_s", 0.2)
+    ahead = RunAhead(GPU)
     queue(ahead, "in iteration 1 at B0")
     with pytest.raises(WaitTimeoutError, match=r"in iteration 1 at B0, waited 0\.2 s for its device to compute"):
         ahead.catch_up()
@@ -100,7 +103,8 @@ def test_time_in_the_queue_does_not_count(events, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("auto3d.runtime.waiting.monotonic", lambda: now[0])
     monkeypatch.setattr("auto3d.runtime.waiting.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    ahead = RunAhead(GPU, timeout_s=1.0)
+    monkeypatch.setattr(THIS_RANK, "timeout_s", 1.0)
+    ahead = RunAhead(GPU)
     queue(ahead, "at F0", (FakeWork(), "the first message"))
     queue(ahead, "at F1", (FakeWork(), "the second message"))
     for event, time_s in zip(events, (0.9, 0.9, 1.8, 1.8), strict=True):
@@ -112,7 +116,7 @@ def test_time_in_the_queue_does_not_count(events, monkeypatch):
 
 def test_what_has_been_waited_for_is_let_go(events):
     """A Work of NCCL owns the tensors of its result, which are larger than all else under sequence parallelism."""
-    ahead = RunAhead(GPU, timeout_s=30)
+    ahead = RunAhead(GPU)
     work = FakeWork()
     held = weakref.ref(work)
     queue(ahead, "at F0", (work, "a sum"))

@@ -13,6 +13,6 @@ world, names = joined_world(), visible_devices()
 torch.cuda.device_count = lambda: len(names)  # a torch without CUDA would count none
 own = names[world.device("cuda").index]
 join(world, device=torch.device("cpu"), timeout_s=60)
-gather_rank_devices(RankDevice(socket.gethostname(), own, "a GPU"), timeout_s=60)
+gather_rank_devices(RankDevice(socket.gethostname(), own, "a GPU"))
 print(socket.gethostname(), world.local_rank, own, flush=True)
 leave()

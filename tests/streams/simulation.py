@@ -165,9 +165,9 @@ def _run_rank(
     transfers = case.transfers(count)
     own = [key for key, home in schedule.device_of.items() if home == position]
 
-    ahead = RunAhead(device, NO_LIMIT)
+    ahead = RunAhead(device)
     everyone = network.new_group(range(network.get_world_size()))
-    connect(everyone, device=device, what="all ranks", timeout_s=NO_LIMIT)
+    connect(everyone, device=device, what="all ranks")
     messages = Exchange(
         program,
         transfers,
@@ -178,7 +178,6 @@ def _run_rank(
         sample_dimensions={transfer.value.name: 0 for transfer in transfers},
         device=device,
         run_ahead=ahead,
-        timeout_s=NO_LIMIT,
     )
     uses = Counter(name for stage, _ in own for name in case.states[stage])
     parameters = {name: nn.Parameter(torch.zeros(ELEMENTS, dtype=torch.float64)) for name in uses}
@@ -191,9 +190,8 @@ def _run_rank(
         sharded=case.sharded,
         device=device,
         run_ahead=ahead,
-        timeout_s=NO_LIMIT,
     )
-    sums = Totals(everyone, device=device, run_ahead=ahead, timeout_s=NO_LIMIT)
+    sums = Totals(everyone, device=device, run_ahead=ahead)
     stages = {
         (stage, pipe): FakeStage(
             stage,
@@ -337,6 +335,7 @@ class _ThisRank:
     """Stands in for THIS_RANK: there is one for each host instead of one for each process."""
 
     hosts: Sequence[str] = ()
+    timeout_s = NO_LIMIT
 
     def set_phase(self, phase: str) -> None:
         current().doing = phase

@@ -38,7 +38,7 @@ from auto3d.runtime.checkpoint.format import (
 )
 from auto3d.runtime.checkpoint.state_part import StatePart
 from auto3d.runtime.process.background import start_thread
-from auto3d.runtime.waiting import WaitTimeoutError, waiting_for
+from auto3d.runtime.waiting import deadline, timed_out, waiting_for
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 1.0  # pauses of rank 0 while other ranks write
 
@@ -70,8 +70,8 @@ class _Held:
 class CheckpointWriter:
     """Writes the checkpoints of one training. All ranks make one, and make the same calls in the same order."""
 
-    def __init__(self, checkpoints: Checkpoints, learnt: Mapping[str, str], *, timeout_s: float) -> None:
-        self._checkpoints, self._learnt, self._timeout_s = checkpoints, dict(learnt), timeout_s
+    def __init__(self, checkpoints: Checkpoints, learnt: Mapping[str, str]) -> None:
+        self._checkpoints, self._learnt = checkpoints, dict(learnt)
         self._token = token_hex(4)  # rank 0's names the unfinished folders of this run
         self._copies: dict[str, torch.Tensor] = {}
         self._thread: Thread | None = None
@@ -86,7 +86,7 @@ class CheckpointWriter:
         self.finish()
         mine = (self._token, {name: _Held.of(part) for name, part in state.items()})
         everyone: list[tuple[str, dict[str, _Held]]] = [mine] * dist.get_world_size()
-        with waiting_for("the sizes of all ranks' tensors for the checkpoint", self._timeout_s):
+        with waiting_for("the sizes of all ranks' tensors for the checkpoint"):
             dist.all_gather_object(everyone, mine)
         tensors, written = _assign([held for _, held in everyone])
         own = self._copy({name: state[name].tensor for name in written[dist.get_rank()]})
@@ -115,9 +115,9 @@ class CheckpointWriter:
         if self._thread is not None:
             what = "the last checkpoint to be written"
             THIS_RANK.set_waiting_for(what)
-            self._thread.join(self._timeout_s)
+            self._thread.join(THIS_RANK.timeout_s)
             if self._thread.is_alive():
-                raise WaitTimeoutError(f"{THIS_RANK} waited {self._timeout_s:g} s for {what}")
+                raise timed_out(what)
             THIS_RANK.set_computing()
             self._thread = None
         self.check()
@@ -176,12 +176,11 @@ class CheckpointWriter:
             _remove(checkpoint_folder(above, iteration))
 
     def _await_files(self, folder: Path, names: Collection[str]) -> None:
-        end, pause = monotonic() + self._timeout_s, FIRST_PAUSE_S
+        end, pause = deadline(), FIRST_PAUSE_S
         while missing := sorted(set(names) - {path.name for path in folder.iterdir()}):
             if monotonic() > end:
-                raise WaitTimeoutError(
-                    f"{THIS_RANK} waited {self._timeout_s:g} s for {folder / missing[0]}: its rank has not written it, "
-                    "or not all nodes share the folder"
+                raise timed_out(
+                    f"{folder / missing[0]}: its rank has not written it, or not all nodes share the folder"
                 )
             sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)

@@ -113,7 +113,6 @@ class EmulatedBackend:
     emulation: Emulation
     device: torch.device
     run_ahead: RunAhead
-    timeout_s: float
     clock: DeviceClock
 
     def exchange(self, layout: RankLayout, program: Program) -> EmulatedExchange:
@@ -124,7 +123,6 @@ class EmulatedBackend:
             "half_of": {} if self.emulation.has_own_messages else layout.half_of,
             "device": self.device,
             "run_ahead": self.run_ahead,
-            "timeout_s": self.timeout_s,
             "clock": self.clock,
         }
         if self.emulation.send_s is None:
@@ -151,7 +149,6 @@ class EmulatedBackend:
             "clock": self.clock,
             "device": self.device,
             "run_ahead": self.run_ahead,
-            "timeout_s": self.timeout_s,
         }
         if self.emulation.sync_s is None:
             sync_bytes = self.emulation.each("sync_bytes", len(layout.plan.stages))

@@ -82,7 +82,6 @@ class EmulatedSync(GradientSync):
         clock: DeviceClock,
         device: torch.device,
         run_ahead: RunAhead,
-        timeout_s: float,
     ) -> None:
         self._trained = trained
         self._sync_bytes = sync_bytes
@@ -95,7 +94,6 @@ class EmulatedSync(GradientSync):
             sharded=sharded,
             device=device,
             run_ahead=run_ahead,
-            timeout_s=timeout_s,
         )
         self._piece = torch.zeros(PIECE_BYTES // 4)
 
@@ -139,7 +137,7 @@ class GivenSync(EmulatedSync):
         for holders, group in self._groups.items():
             if holders.stages == tuple(stages) and dist.get_rank() in holders.ranks:
                 end = torch.tensor([self._free], dtype=torch.float64)
-                with waiting_for(self._what(holders), self._timeout_s):
+                with waiting_for(self._what(holders)):
                     work = dist.all_reduce(end, op=dist.ReduceOp.MAX, group=group, async_op=True)
                 assert work is not None
                 begun = Begun([work])

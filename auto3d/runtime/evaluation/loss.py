@@ -30,10 +30,9 @@ class EvaluationLoss:
     ``model`` is the whole model's program, ``layout`` the rank's.
     """
 
-    def __init__(self, model: ExportedModel, layout: RankLayout, timeout_s: float) -> None:
+    def __init__(self, model: ExportedModel, layout: RankLayout) -> None:
         self._layout = layout
         self._terms = layout.terms
-        self._timeout_s = timeout_s
         nodes = {node.name: node for node in model.program.nodes}
         self._labels = [_inputs_behind(nodes[term.name].args[1], model) for term in self._terms.counted]
 
@@ -78,7 +77,7 @@ class EvaluationLoss:
                 row[1] = 0 if each.padding_counts is None else each.padding_counts.item()
                 for number, term in enumerate(layout.target_terms):
                     row[2 + number] = each.counts[number].item() / term.places / layout.replicas
-        with waiting_for("the losses of all ranks", self._timeout_s):
+        with waiting_for("the losses of all ranks"):
             dist.all_reduce(rows)
         return rows
 

@@ -56,9 +56,7 @@ class Output:
         shape = (micro_batches, *self.local_shape)
         return torch.empty(shape, dtype=self.summed, pin_memory=device.type == "cuda")
 
-    def of_all_ranks(
-        self, local: torch.Tensor, micro_batches: Collection[int], layout: RankLayout, timeout_s: float
-    ) -> torch.Tensor:
+    def of_all_ranks(self, local: torch.Tensor, micro_batches: Collection[int], layout: RankLayout) -> torch.Tensor:
         """The output of a whole global batch, [samples, …]; ``local`` has that of this rank's ``micro_batches``."""
         # Each element is written by one rank and zero on all others, or a sum of what the shards have.
         whole = torch.zeros((layout.plan.global_batch, *self.shape[1:]), dtype=self.summed)
@@ -70,6 +68,6 @@ class Output:
                 Shard(self.placed.split, layout.shard, layout.plan.tp).put_back(local[micro_batch], place)
             elif layout.shard == 0 or self.placed.kind is PlacementKind.PARTIAL:
                 place.copy_(local[micro_batch])
-        with waiting_for(f"output {self.name} of all ranks", timeout_s):
+        with waiting_for(f"output {self.name} of all ranks"):
             dist.all_reduce(whole)
         return whole

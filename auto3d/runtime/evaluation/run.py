@@ -147,7 +147,7 @@ class _Evaluation:
         common_layout = lay_out_plan(model, plan, settings, schedule, read_once=common.read_once)
         layout = lay_out_rank(common_layout, dist.get_rank())
         check_state(rank.layout, layout)
-        check_same_plan(plan, timeout_s=settings.timeout_s)
+        check_same_plan(plan)
         self._layout = layout
         self._program = lower(schedule, layout.transfers)[layout.device]
         self._exchange = Exchange(
@@ -158,12 +158,10 @@ class _Evaluation:
             sample_dimensions=layout.sample_dimensions,
             device=rank.device,
             run_ahead=rank.run_ahead,
-            timeout_s=settings.timeout_s,
             groups=rank.exchange.groups,
         )
-        self._timeout_s = settings.timeout_s
         graph = layout.captured.graph
-        self._loss = EvaluationLoss(model.exported, layout, settings.timeout_s) if loss else None
+        self._loss = EvaluationLoss(model.exported, layout) if loss else None
         self._outputs = [Output.of(name, value, model, layout) for name, value in graph.outputs.items()]
         randomness = Randomness(
             plan.seed,
@@ -211,7 +209,7 @@ class _Evaluation:
             output.name: torch.cat([tensors[output.name] for _, tensors in batches])[:samples].to(output.dtype)
             for output in self._outputs
         }
-        found = read.of_all_ranks(samples, self._timeout_s)
+        found = read.of_all_ranks(samples)
         if self._loss is None:
             return EvaluationResult(loss=None, outputs=outputs, inputs=found)
         rows = torch.cat([rows for rows, _ in batches])
@@ -222,16 +220,16 @@ class _Evaluation:
     def _check_read(self, inputs: MicroBatchInputs, batches: int) -> None:
         """Raise InputError, on every rank, unless all stages have read the same samples."""
         shares = [inputs.share(number) for number in range(batches)]
-        totals = of_all_ranks(shares, torch.float64, what="what all ranks have read", timeout_s=self._timeout_s)
+        totals = of_all_ranks(shares, torch.float64, what="what all ranks have read")
         for number, total in enumerate(totals.sum(dim=0).tolist()):
             where = f"evaluation, global batch {number + 1}"
-            inputs.check(number, total, where=where, timeout_s=self._timeout_s)
+            inputs.check(number, total, where=where, together=True)
 
     def _state(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers that the stages use, with their copies in low precision; what a forward writes to
         is copied, the rest is not."""
         rank, written = self._rank, self._layout.captured.graph.written_buffers
-        buffers = rank.buffers | first_pipelines_buffers(rank.buffers, rank.layout, self._layout, self._timeout_s)
+        buffers = rank.buffers | first_pipelines_buffers(rank.buffers, rank.layout, self._layout)
         state = {**rank.parameters, **buffers, **self._constants}
         state = {name: tensor.clone() if name in written else tensor for name, tensor in state.items()}
         return with_copies(state, self._layout.captured)
@@ -289,8 +287,7 @@ class _Evaluation:
         rank.run_ahead.catch_up()
         rows = torch.empty(0) if self._loss is None else self._loss.of_all_ranks(losses)
         return rows, {
-            output.name: output.of_all_ranks(memory[output.name], made[output.name], layout, self._timeout_s)
-            for output in self._outputs
+            output.name: output.of_all_ranks(memory[output.name], made[output.name], layout) for output in self._outputs
         }
 
 
@@ -306,13 +303,13 @@ class _ReadInputs:
         kept = {name: inputs[name] for name in self._names if name in inputs}
         self._read.setdefault(first, {}).update(kept)  # on the device: the host need not wait for it here
 
-    def of_all_ranks(self, samples: int, timeout_s: float) -> dict[str, torch.Tensor]:
+    def of_all_ranks(self, samples: int) -> dict[str, torch.Tensor]:
         """Those of the first ``samples``, [samples, …] each, on every rank; without what no stage reads."""
         if not self._names:
             return {}
         mine = {first: {name: each.cpu() for name, each in inputs.items()} for first, inputs in self._read.items()}
         found: list[dict[int, dict[str, torch.Tensor]]] = [{}] * dist.get_world_size()
-        with waiting_for("the inputs that all ranks have read", timeout_s):
+        with waiting_for("the inputs that all ranks have read"):
             dist.all_gather_object(found, mine)
         parts: dict[str, dict[int, torch.Tensor]] = {name: {} for name in self._names}
         for of_rank in found:

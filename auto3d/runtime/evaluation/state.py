@@ -27,7 +27,7 @@ def check_state(training: RankLayout, evaluation: RankLayout) -> None:
 
 
 def first_pipelines_buffers(
-    buffers: Mapping[str, torch.Tensor], training: RankLayout, evaluation: RankLayout, timeout_s: float
+    buffers: Mapping[str, torch.Tensor], training: RankLayout, evaluation: RankLayout
 ) -> dict[str, torch.Tensor]:
     """Those of this rank's ``buffers`` that training writes to, such as batch statistics, as the first pipeline has it.
 
@@ -49,7 +49,7 @@ def first_pipelines_buffers(
         mesh = training.plan.meshes[home[name]]
         if mesh.at(pipeline=0, replica=0, tensor=training.shard) == (dist.get_rank(),):
             place.copy_(buffers[name].reshape(-1))
-    with waiting_for("the buffers of the first pipeline", timeout_s):
+    with waiting_for("the buffers of the first pipeline"):
         dist.all_reduce(everything)
     found = {}
     for name, place in zip(names, everything[training.shard].split(sizes), strict=True):

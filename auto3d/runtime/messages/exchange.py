@@ -49,12 +49,12 @@ class _Load:
 class _Leg:
     """What of a message goes to or comes from one ``peer``, through ``group``."""
 
-    def __init__(self, peer: int, group: dist.ProcessGroup, loads: list[_Load], name: str, timeout_s: float) -> None:
+    def __init__(self, peer: int, group: dist.ProcessGroup, loads: list[_Load], name: str) -> None:
         self.peer, self.group, self.loads = peer, group, loads
         self.name = f"{name} ({THIS_RANK.name(peer)})"  # names are made here, once: every wait reports one
         self.receiver = f"the receiver of {self.name}"
-        self.receiving = waiting_for(self.name, timeout_s)
-        self.sending = waiting_for(self.receiver, timeout_s)
+        self.receiving = waiting_for(self.name)
+        self.sending = waiting_for(self.receiver)
 
     def begin(self, call: Callable[..., dist.Work | None], tensors: list[torch.Tensor]) -> "_Transmission":
         """Send or receive ``tensors`` by ``call``."""
@@ -87,10 +87,10 @@ MessageGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 """The first takes messages to higher ranks, the other those to lower ranks."""
 
 
-def message_groups(device: torch.device, timeout_s: float) -> MessageGroups:
+def message_groups(device: torch.device) -> MessageGroups:
     """The groups of an Exchange; every rank of the world must call it."""
     ranks = list(range(dist.get_world_size()))
-    upward, downward = (new_group(ranks, timeout_s, device=device, messages=True) for _ in range(2))
+    upward, downward = (new_group(ranks, device=device, messages=True) for _ in range(2))
     return upward, downward
 
 
@@ -117,10 +117,9 @@ class Exchange:
         half_of: Mapping[str, int] | None = None,
         device: torch.device,
         run_ahead: RunAhead,
-        timeout_s: float,
         groups: MessageGroups | None = None,
     ) -> None:
-        self.groups = groups or message_groups(device, timeout_s)
+        self.groups = groups or message_groups(device)
         self._upward, self._downward = self.groups
         self._ranks_of = ranks_of
         self._device_of = device_of
@@ -128,7 +127,6 @@ class Exchange:
         self._half_of = half_of or {}
         self._device = device
         self._run_ahead = run_ahead
-        self._timeout_s = timeout_s
         self._transfers = _by_stages(transfers)
         self._sizes: dict[int, int] = {}  # micro-batch of another size -> number of that
         self._of_sizes: list[tuple[Sequence[Transfer], _ByStages]] = []
@@ -242,14 +240,14 @@ class Exchange:
             element = torch.zeros(1, device=self._device)
             group = self._group(source, target)
             what = f"a connection from {THIS_RANK.name(source)} to {THIS_RANK.name(target)}"
-            with waiting_for(what, self._timeout_s):
+            with waiting_for(what):
                 work = (
                     dist.isend(element, target, group=group)
                     if source == this
                     else dist.irecv(element, source, group=group)
                 )
             assert work is not None
-            wait(work, timeout_s=self._timeout_s, what=what)
+            wait(work, what=what)
 
     def _is_local(self, message: Message) -> bool:
         return self._device_of[message.source, message.pipe] == self._device_of[message.target, message.pipe]
@@ -274,7 +272,6 @@ class Exchange:
                 self._group(this, peer) if sends else self._group(peer, this),
                 loads[peer],
                 str(message),
-                self._timeout_s,
             )
             for peer in sorted(loads)
         ]

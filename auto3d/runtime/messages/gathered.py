@@ -13,11 +13,10 @@ def of_all_ranks(
     dtype: torch.dtype,
     *,
     what: str = "the times and the memory of all ranks",
-    timeout_s: float,
 ) -> torch.Tensor:
     """The ``values`` of every rank, on every rank: [ranks, values]. ``what`` says what it waits for."""
     gathered = torch.zeros(dist.get_world_size(), len(values), dtype=dtype)
     gathered[dist.get_rank()] = torch.tensor(values, dtype=dtype)
-    with waiting_for(what, timeout_s):
+    with waiting_for(what):
         dist.all_reduce(gathered)
     return gathered

@@ -93,14 +93,12 @@ class GradientSync:
         sharded: bool = False,
         device: torch.device,
         run_ahead: RunAhead,
-        timeout_s: float,
     ) -> None:
         self._run_ahead = run_ahead
-        self._timeout_s = timeout_s
         self._sharded = sharded
         everyones = holders.values() if all_holders is None else all_holders
         several = [each for each in sorted(set(everyones)) if len(each.ranks) > 1]
-        self._groups = {each: new_group(each.ranks, timeout_s, device=device) for each in several}
+        self._groups = {each: new_group(each.ranks, device=device) for each in several}
         self._names: dict[Bucket, list[str]] = {}
         self._private = [(parameters[name], holders[name], name not in uncounted) for name in private]
         # All ranks have this order in common; the order in which stages use parameters differs.
@@ -120,7 +118,7 @@ class GradientSync:
         self._gathers: list[tuple[Begun, Holders]] = []
         for each, group in self._groups.items():  # now, because connecting blocks: not between messages
             if dist.get_rank() in each.ranks:
-                connect(group, device=device, what=str(each), timeout_s=timeout_s)
+                connect(group, device=device, what=str(each))
 
     def _make(
         self,
@@ -164,7 +162,7 @@ class GradientSync:
             if len(holders.ranks) == 1:
                 continue
             group = self._groups[holders]
-            with waiting_for(self._what(holders), self._timeout_s):
+            with waiting_for(self._what(holders)):
                 for piece in self._pieces(bucket):
                     if self._scatters(holders):
                         begun = reduce_scatter(piece, group, holders.ranks)
@@ -202,7 +200,7 @@ class GradientSync:
         for bucket in sorted(bucket for bucket in self._names if not stages.isdisjoint(bucket[0].stages)):
             holders, _ = bucket
             if self._scatters(holders):
-                with waiting_for(_gather_of(holders), self._timeout_s):
+                with waiting_for(_gather_of(holders)):
                     for piece in self._weight_pieces(bucket):
                         self._gathers.append((all_gather(piece, self._groups[holders], holders.ranks), holders))
 

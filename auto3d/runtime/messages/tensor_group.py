@@ -62,16 +62,13 @@ class TensorGroup(Protocol):
 class ProcessTensorGroup:
     """A TensorGroup of processes: ``group`` connects ``ranks``, which are here in the order of their shards."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, ranks: tuple[int, ...], *, run_ahead: RunAhead, timeout_s: float
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], *, run_ahead: RunAhead) -> None:
         self.shard, self.shards = ranks.index(dist.get_rank()), len(ranks)
         self._group = group
         self._ranks = ", ".join(map(str, ranks))
         in_group = sorted(ranks)  # torch's order
         self._shard_of = None if in_group == list(ranks) else [ranks.index(rank) for rank in in_group]
         self._run_ahead = run_ahead
-        self._timeout_s = timeout_s
         # gloo's reduce-scatter is an all-reduce whose work never reports its end (torch 2.13).
         self._scatters = dist.get_backend(group) != "gloo"
         self.is_alone = False  # whether this rank waits for no other: collectives take its own numbers for all of them
@@ -114,7 +111,7 @@ class ProcessTensorGroup:
 
     def _begin(self, begin: Callable[[], Any], collective: str, what: str, result: torch.Tensor) -> Pending:
         awaited = f"the {collective} of {what} among ranks {self._ranks}"
-        with waiting_for(awaited, self._timeout_s):
+        with waiting_for(awaited):
             work = begin()
 
         def wait() -> torch.Tensor:

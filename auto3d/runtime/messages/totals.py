@@ -35,14 +35,12 @@ class Totals:
         *,
         device: torch.device,
         run_ahead: RunAhead,
-        timeout_s: float,
         counts_loss: bool = True,
         asked_to_end: Callable[[], bool] = lambda: False,
     ) -> None:
         self._everyone = everyone
         self._device = device
         self._run_ahead = run_ahead
-        self._timeout_s = timeout_s
         self._counts_loss = counts_loss
         self._asked_to_end = asked_to_end
         # Ended iterations of an asynchronous program, with their seconds: before their sum begins, and until it ends.
@@ -75,7 +73,7 @@ class Totals:
 
     def _over_all_ranks(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> None:
         """Reduce ``values`` in place, and wait until the host can read them."""
-        with waiting_for(what, self._timeout_s):
+        with waiting_for(what):
             work = dist.all_reduce(values, op=operation, group=self._everyone, async_op=True)
         assert work is not None  # because it is asynchronous
         self._run_ahead.wait(work, what)
@@ -102,7 +100,7 @@ class Totals:
     def begin_sum(self) -> None:
         """Begin the sum of the first iteration that waits for one. It does not block: other ranks are not as far."""
         totals, seconds = self._unsummed.popleft()
-        with waiting_for("the loss of all ranks", self._timeout_s):
+        with waiting_for("the loss of all ranks"):
             work = dist.all_reduce(totals, group=self._everyone, async_op=True)
         assert work is not None  # because it is asynchronous
         self._summed.append((work, totals, seconds))
@@ -121,6 +119,6 @@ class Totals:
 
     def _next(self) -> tuple[Total, float]:
         work, totals, seconds = self._summed.popleft()
-        wait(work, timeout_s=self._timeout_s, what="the loss of all ranks")
+        wait(work, what="the loss of all ranks")
         asked, _, read, loss, *counts = totals.tolist()
         return Total(loss, None, asked > 0, read, tuple(counts)), seconds

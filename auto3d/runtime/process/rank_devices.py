@@ -31,12 +31,12 @@ class RankDevice:
         return RankDevice(socket.gethostname(), str(properties.uuid), properties.name)
 
 
-def gather_rank_devices(own: RankDevice, *, timeout_s: float) -> list[RankDevice]:
+def gather_rank_devices(own: RankDevice) -> list[RankDevice]:
     """The devices of all joined ranks, by rank; ``own`` is this rank's. Raises SharedDeviceError, on every rank, if
     NCCL could not connect them.
     """
     devices = [own] * dist.get_world_size()
-    with waiting_for("the names of all ranks' hosts", timeout_s):
+    with waiting_for("the names of all ranks' hosts"):
         dist.all_gather_object(devices, own)
     if problem := connection_problem(devices):
         raise SharedDeviceError(problem)

@@ -48,18 +48,23 @@ class World:
         return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.local_rank)
 
 
-def meet(world: World, *, timeout_s: float) -> dist.Store:
+def meet(world: World) -> dist.Store:
     """A store of all ranks, by which they can tell each other something before they ``join``.
 
-    Raises WaitTimeoutError if they have not all come within ``timeout_s``.
+    Raises WaitTimeoutError if they have not all come within this rank's time-out.
     """
-    with _meeting(world, timeout_s):
-        store, *_ = next(rendezvous(world.meeting_point, world.rank, world.size, timeout=timedelta(seconds=timeout_s)))
+    with _meeting(world):
+        store, *_ = next(rendezvous(world.meeting_point, world.rank, world.size, timeout=_timeout()))
     return store
 
 
+def _timeout() -> timedelta:
+    """This rank's time-out, for calls of torch.distributed that block."""
+    return timedelta(seconds=THIS_RANK.timeout_s)
+
+
 @contextmanager
-def _meeting(world: World, timeout_s: float) -> Iterator[None]:
+def _meeting(world: World) -> Iterator[None]:
     """Inside, this rank meets the others: an error that comes from them is a WaitTimeoutError."""
     try:
         yield
@@ -68,20 +73,20 @@ def _meeting(world: World, timeout_s: float) -> Iterator[None]:
             raise
         raise WaitTimeoutError(
             f"rank {world.rank} of {world.size} on {socket.gethostname()}: the ranks did not meet at "
-            f"{world.meeting_point} within {timeout_s:g} s ({str(error).splitlines()[0]})"
+            f"{world.meeting_point} within {THIS_RANK.timeout_s:g} s ({str(error).splitlines()[0]})"
         ) from error
 
 
 def join(world: World, *, device: torch.device, timeout_s: float, collectives_on_device: bool = False) -> None:
     """Join the other ranks. A process joins once: another training in it meets the same ranks and returns at once.
 
-    Raises WaitTimeoutError if they have not all joined within ``timeout_s``, and SharedDeviceError if several are on
-    one GPU. The default process group uses gloo, on GPUs too: it carries the objects and CPU tensors that ranks
-    exchange rarely. Tensors of a GPU go through separate groups (``new_group``), except with ``collectives_on_device``:
-    the default group then uses NCCL for them, as systems other than ours expect. The caller calls ``leave`` after it
-    has reported its result.
+    Every wait of this rank from then on ends after ``timeout_s``. Raises WaitTimeoutError if the ranks have not all
+    joined within it, and SharedDeviceError if several are on one GPU. The default process group uses gloo, on GPUs too:
+    it carries the objects and CPU tensors that ranks exchange rarely. Tensors of a GPU go through separate groups
+    (``new_group``), except with ``collectives_on_device``: the default group then uses NCCL for them, as systems other
+    than ours expect. The caller calls ``leave`` after it has reported its result.
     """
-    THIS_RANK.rank = world.rank
+    THIS_RANK.rank, THIS_RANK.timeout_s = world.rank, timeout_s
     THIS_RANK.set_phase(BEFORE_TRAINING)
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (world.rank, world.size):
         return
@@ -90,29 +95,29 @@ def join(world: World, *, device: torch.device, timeout_s: float, collectives_on
     if device.type == "cuda":
         bind_to_cores_near(device, world.ranks_here)
         torch.cuda.set_device(device)
-    with _meeting(world, timeout_s):
+    with _meeting(world):
         # No device_id: with one, NCCL would share a communicator between groups and so order their messages.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if collectives_on_device and device.type == "cuda" else "gloo",
             init_method=world.meeting_point,
             rank=world.rank,
             world_size=world.size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=_timeout(),
         )
-    THIS_RANK.hosts = [one.host for one in gather_rank_devices(RankDevice.of_this_rank(device), timeout_s=timeout_s)]
+    THIS_RANK.hosts = [one.host for one in gather_rank_devices(RankDevice.of_this_rank(device))]
 
 
 def new_group(
-    ranks: Sequence[int], timeout_s: float, *, device: torch.device, messages: bool = False, numbers: bool = False
+    ranks: Sequence[int], *, device: torch.device, messages: bool = False, numbers: bool = False
 ) -> dist.ProcessGroup:
     """A process group of ``ranks`` for tensors on ``device``; all ranks of the world must call it.
 
     A group for ``messages`` between stages occupies little of a GPU, and its kernels have priority over compute. A
     group that only adds up a few ``numbers`` has one channel of NCCL, since its memory grows with its channels.
     """
-    with waiting_for(f"a process group of ranks {', '.join(map(str, ranks))}", timeout_s):
+    with waiting_for(f"a process group of ranks {', '.join(map(str, ranks))}"):
         if device.type != "cuda":
-            return dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
+            return dist.new_group(ranks, timeout=_timeout(), backend="gloo")
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=messages)
         options._timeout = timedelta(seconds=NCCL_TIMEOUT_S)  # the same as below: new_group warns if they differ
         if messages:
@@ -123,15 +128,15 @@ def new_group(
         return dist.new_group(ranks, timeout=options._timeout, backend="nccl", pg_options=options)
 
 
-def connect(group: dist.ProcessGroup, *, device: torch.device, what: str, timeout_s: float) -> None:
+def connect(group: dist.ProcessGroup, *, device: torch.device, what: str) -> None:
     """Use ``group`` once, because NCCL connects its ranks at the first use and blocks until all take part.
 
     All ranks of the group must call it. ``what`` names them in an error.
     """
     connection = f"a connection between {what}"
-    with waiting_for(connection, timeout_s):
+    with waiting_for(connection):
         work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
-    wait(work, timeout_s=timeout_s, what=connection)
+    wait(work, what=connection)
 
 
 def leave() -> None:

@@ -34,10 +34,10 @@ SHARED_SIZES = tuple(8**power for power in range(4, 9))  # bytes of the whole te
 class ProfiledRanks:
     """The joined ranks of a profile, seen from one of them. Every rank makes the same calls in the same order."""
 
-    def __init__(self, world: World, device: torch.device, timeout_s: float) -> None:
-        self.world, self.device, self.timeout_s = world, device, timeout_s
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.world, self.device = world, device
         self.clock = clock_of(device)
-        self.everyone = new_group(range(world.size), timeout_s, device=device)
+        self.everyone = new_group(range(world.size), device=device)
 
     def barrier(self) -> None:
         self.sum(0.0)
@@ -49,7 +49,7 @@ class ProfiledRanks:
     def sum(self, value: float) -> float:
         """The sum of all ranks' ``value``, on every rank."""
         total = torch.tensor([value], dtype=torch.float64)
-        with waiting_for("the other ranks of the profile", self.timeout_s):
+        with waiting_for("the other ranks of the profile"):
             dist.all_reduce(total)
             return float(total)
 
@@ -78,14 +78,14 @@ def time_collectives(ranks: ProfiledRanks, sizes: Mapping[Collective, Collection
     """
     counts = rank_counts(ranks.world.size, least=2)
     groups = []
-    run_ahead = RunAhead(ranks.device, ranks.timeout_s)
+    run_ahead = RunAhead(ranks.device)
     for members in counts:
-        group = new_group(range(members), ranks.timeout_s, device=ranks.device)
+        group = new_group(range(members), device=ranks.device)
         inside = ranks.world.rank < members
         if inside:
-            connect(group, device=ranks.device, what=f"{members} ranks", timeout_s=ranks.timeout_s)
+            connect(group, device=ranks.device, what=f"{members} ranks")
             among = tuple(range(members))
-            groups.append(ProcessTensorGroup(group, among, run_ahead=run_ahead, timeout_s=ranks.timeout_s))
+            groups.append(ProcessTensorGroup(group, among, run_ahead=run_ahead))
 
     def times(collective: Collective, usual: Collection[int]) -> CollectiveTimes:
         each = tuple(sorted({*usual, *sizes.get(collective, ())}))
@@ -161,7 +161,7 @@ def rank_counts(size: int, *, least: int) -> tuple[int, ...]:
 def _round_trip(ranks: ProfiledRanks, content: torch.Tensor) -> None:
     peer = 1 - ranks.world.rank
     for sends in (ranks.world.rank == 0, ranks.world.rank == 1):
-        with waiting_for("a message", ranks.timeout_s):
+        with waiting_for("a message"):
             exchange = dist.isend if sends else dist.irecv
             work = exchange(content, peer, group=ranks.everyone)
             assert work is not None, "this rank belongs to the group"

@@ -24,8 +24,7 @@ from auto3d.derived.local_graph import local_graphs
 from auto3d.runtime.messages.gradient_sync import GradientSync, Holders
 from auto3d.runtime.optimizer.build import build_optimizers
 from auto3d.runtime.optimizer.parameter_groups import update_rules
-from auto3d.runtime.process.arithmetic import set_arithmetic
-from auto3d.runtime.process.world import World, join
+from auto3d.runtime.process.world import World
 from auto3d.runtime.profile.distinct_subgraphs import ModelSubgraphs
 from auto3d.runtime.profile.link_timing import ProfiledRanks, rank_counts, time_collectives, time_messages
 from auto3d.runtime.profile.subgraph_timing import (
@@ -40,6 +39,7 @@ from auto3d.runtime.profile.subgraph_timing import (
 from auto3d.runtime.profile.sum_timing import time_sums
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.training import start_rank
 from auto3d.runtime.weights.materialize import materialize
 from auto3d.tensor.conversions import Collective
 
@@ -82,11 +82,8 @@ def measure(
 
     Only rank 0's result is meaningful. The process groups stay, as after ``training.train``.
     """
-    torch.set_num_threads(settings.threads_per_rank)
-    device = world.device(settings.device)
-    set_arithmetic(device, tf32=settings.tf32, deterministic=settings.deterministic)
-    join(world, device=device, timeout_s=settings.timeout_s)
-    profiler = _Profiler(models, settings, data, ProfiledRanks(world, device, settings.timeout_s), seed, report)
+    device = start_rank(settings, world)
+    profiler = _Profiler(models, settings, data, ProfiledRanks(world, device), seed, report)
     return MachineTimes(
         sizes=tuple(profiler.model_times(model) for model in models),
         slowdown=profiler.slowdown(),
@@ -118,11 +115,8 @@ def measure_stages(
 
     ``report`` is called STAGE_ROUNDS times for each distinct stage.
     """
-    torch.set_num_threads(settings.threads_per_rank)
-    device = world.device(settings.device)
-    set_arithmetic(device, tf32=settings.tf32, deterministic=settings.deterministic)
-    join(world, device=device, timeout_s=settings.timeout_s)
-    models, ranks = [each.model for each in sizes], ProfiledRanks(world, device, settings.timeout_s)
+    device = start_rank(settings, world)
+    models, ranks = [each.model for each in sizes], ProfiledRanks(world, device)
     profiler = _Profiler(models, settings, data, ranks, seed, report)
     return tuple(profiler.candidate_times(each) for each in sizes)
 
@@ -255,10 +249,10 @@ class _Profiler:
 
     def update_s(self) -> float:
         """Seconds per parameter of the executor's update: zero, norm and scale the gradients, and run the optimizer."""
-        ranks, timeout_s = self._ranks, self._settings.timeout_s
+        ranks = self._ranks
         holders = {name: Holders((ranks.world.rank,), (0,)) for name in self._trained}
-        run_ahead = RunAhead(ranks.device, timeout_s)
-        sync = GradientSync(self._trained, holders, device=ranks.device, run_ahead=run_ahead, timeout_s=timeout_s)
+        run_ahead = RunAhead(ranks.device)
+        sync = GradientSync(self._trained, holders, device=ranks.device, run_ahead=run_ahead)
         rules = update_rules(self._models[0].captured.graph, self._settings.optimizer)
         optimizers = build_optimizers(self._trained, rules, iterations=1)
         times = []

@@ -21,9 +21,9 @@ def time_sums(ranks: ProfiledRanks, compute: Sequence[Callable[[], None]]) -> Su
 
     Every rank does the same parts of ``compute`` at the same time. Times are means over the ranks.
     """
-    everyone = new_group(range(ranks.world.size), ranks.timeout_s, device=ranks.device)
-    connect(everyone, device=ranks.device, what="all ranks", timeout_s=ranks.timeout_s)
-    run_ahead, clock = RunAhead(ranks.device, ranks.timeout_s), ranks.clock
+    everyone = new_group(range(ranks.world.size), device=ranks.device)
+    connect(everyone, device=ranks.device, what="all ranks")
+    run_ahead, clock = RunAhead(ranks.device), ranks.clock
 
     def once(parts: Sequence[Callable[[], None]], buffer: torch.Tensor | None) -> float:
         """Seconds of ``parts`` beside the sum of ``buffer``, if there is one; without parts, those of the sum."""

@@ -111,7 +111,7 @@ class MicroBatchInputs:
         """What this rank adds to the sum by which all ranks compare what they have read in ``iteration``."""
         return 0 if self._same is None else self._same.share(iteration)
 
-    def check(self, iteration: int, total: float, *, where: str, timeout_s: float | None = None) -> None:
+    def check(self, iteration: int, total: float, *, where: str, together: bool = False) -> None:
         """Raise InputError if that sum says that ranks have read different data; see ``SameSamples.check``."""
         if self._same is not None:
-            self._same.check(iteration, total, where=where, timeout_s=timeout_s)
+            self._same.check(iteration, total, where=where, together=together)

@@ -113,10 +113,10 @@ class SameSamples:
     def _total(self, micro_batch: int, fingerprints: np.ndarray) -> int:
         return total(fingerprints, self._readers.first(micro_batch))
 
-    def check(self, iteration: int, sum_of_shares: float, *, where: str, timeout_s: float | None = None) -> None:
+    def check(self, iteration: int, sum_of_shares: float, *, where: str, together: bool = False) -> None:
         """Raise SamplesDifferError, on every rank, if the ``sum_of_shares`` of all ranks says that readers disagree.
 
-        The error says ``where``. With ``timeout_s``, for which all ranks must be at the end of the same iteration, it
+        The error says ``where``. With ``together``, for which all ranks must be at the end of the same iteration, it
         names the sample.
         """
         read = [(number, each) for (_, number), each in self._read.pop(iteration, {}).items()]
@@ -125,17 +125,17 @@ class SameSamples:
             read.append((other, fingerprints))
         if sum_of_shares % MODULUS == 0:
             return
-        what = "ranks have read different data" if timeout_s is None else self._difference(read, timeout_s)
+        what = self._difference(read) if together else "ranks have read different data"
         raise SamplesDifferError(f"{where}: {what}; {CAUSE}")
 
-    def _difference(self, read: Sequence[tuple[int, np.ndarray]], timeout_s: float) -> str:
+    def _difference(self, read: Sequence[tuple[int, np.ndarray]]) -> str:
         mine = [
             (sample, int(number))
             for micro_batch, each in read
             for sample, number in enumerate(each, start=self._readers.first(micro_batch))
         ]
         found: list[Sequence[tuple[int, int]]] = [()] * dist.get_world_size()
-        with waiting_for("what all ranks have read", timeout_s):
+        with waiting_for("what all ranks have read"):
             dist.all_gather_object(found, mine)
         return _first_difference(found)
 

@@ -14,23 +14,23 @@ ROUNDS = 20  # the round with the shortest way there and back has the smallest e
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # one per running kernel, whose processes share its clock
 
 
-def seconds_ahead(*, timeout_s: float) -> float:
+def seconds_ahead() -> float:
     """Seconds by which this rank's perf_counter is ahead of rank 0's. Every rank must call it.
 
     It is exactly 0 on the machine of rank 0. Elsewhere its error is at most half of the shortest round trip (F.
     Cristian, Probabilistic clock synchronization, 1989).
     """
     # 52 bits, because a float64 holds them exactly.
-    kernels = of_all_ranks([int(_BOOT.read_text().replace("-", "")[:13], 16)], torch.int64, timeout_s=timeout_s)
+    kernels = of_all_ranks([int(_BOOT.read_text().replace("-", "")[:13], 16)], torch.int64)
     same = (kernels == kernels[0]).flatten().tolist()
     ahead = 0.0
     for rank in (rank for rank in range(dist.get_world_size()) if not same[rank]):
         if dist.get_rank() in (0, rank):
-            ahead = measure_ahead(rank, perf_counter, timeout_s=timeout_s)
+            ahead = measure_ahead(rank, perf_counter)
     return 0.0 if dist.get_rank() == 0 else ahead
 
 
-def measure_ahead(rank: int, clock: Callable[[], float], *, timeout_s: float) -> float:
+def measure_ahead(rank: int, clock: Callable[[], float]) -> float:
     """Seconds by which the ``clock`` of ``rank`` is ahead of rank 0's; only ``rank`` gets the answer.
 
     Rank 0 and ``rank`` call it.
@@ -42,12 +42,12 @@ def measure_ahead(rank: int, clock: Callable[[], float], *, timeout_s: float) ->
         number[0] = value
         work = dist.isend(number, to)
         assert work is not None
-        wait(work, timeout_s=timeout_s, what=what)
+        wait(work, what=what)
 
     def receive(source: int) -> float:
         work = dist.irecv(number, source)
         assert work is not None
-        wait(work, timeout_s=timeout_s, what=what)
+        wait(work, what=what)
         return float(number[0])
 
     best, ahead = float("inf"), 0.0

@@ -67,7 +67,6 @@ class Watch:
         *,
         first_iteration: int,
         programs: Sequence[Program],
-        timeout_s: float,
         trace: TraceRequest | None = None,
     ) -> None:
         self.latest = Watched()
@@ -77,7 +76,7 @@ class Watch:
         self._clock = clock_of(device)
         self._times = OperationTimes(self._clock)
         executor.observe(self._times)
-        self._stages, self._memory, self._timeout_s = len(plan.stages), memory, timeout_s
+        self._stages, self._memory = len(plan.stages), memory
         self._slow = SlowRanks(THIS_RANK.hosts)
         self._observed: list[ObservedOperation] = []
         self._exchanged_at = first_iteration  # iterations done at the last exchange
@@ -112,7 +111,7 @@ class Watch:
         trace = tracer.end(
             observed,
             origin_s=self._origin_s,
-            ahead_s=seconds_ahead(timeout_s=self._timeout_s),
+            ahead_s=seconds_ahead(),
             rank=rank,
             device=self._plan.position(rank)[0],
             host=THIS_RANK.hosts[rank],
@@ -121,7 +120,7 @@ class Watch:
         folder.mkdir(mode=0o700, exist_ok=True)
         files = tuple(folder / f"rank-{each}.json.gz" for each in range(dist.get_world_size()))
         trace.write(files[rank])
-        with waiting_for("the traces of all ranks", self._timeout_s):
+        with waiting_for("the traces of all ranks"):
             dist.barrier()
         return TracedIteration(done, files)
 
@@ -131,9 +130,7 @@ class Watch:
         seconds = (perf_counter() - self._began) / iterations
         none = (0.0, 0.0)
         table = [number for key in self._keys() for number in mine.get(key, none)]
-        rows = of_all_ranks(
-            [seconds, float(self._memory.bytes()), *table], torch.float64, timeout_s=self._timeout_s
-        ).tolist()
+        rows = of_all_ranks([seconds, float(self._memory.bytes()), *table], torch.float64).tolist()
         ranks: list[OperationMedians] = [
             {
                 key: (row[2 + 2 * number], row[3 + 2 * number])

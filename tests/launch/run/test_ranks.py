@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.process.world import join, leave, new_group
 from auto3d.runtime.waiting import WaitTimeoutError, wait
@@ -39,7 +40,8 @@ def test_rank_0_gives_the_result_and_the_reports():
 def end_badly(how: str):
     def target(world, report) -> None:
         join(world, device=torch.device("cpu"), timeout_s=20)
-        group = new_group(range(world.size), 3, device=torch.device("cpu"))
+        THIS_RANK.timeout_s = 3  # of what follows
+        group = new_group(range(world.size), device=torch.device("cpu"))
         dist.barrier()
         if world.rank == 1:
             if how == "kill":
@@ -61,7 +63,7 @@ def end_badly(how: str):
         if how == "raise late":
             dist.all_reduce(torch.zeros(1))
         receiving = dist.irecv(torch.zeros(1), src=0 if world.rank == 1 else 1, group=group)
-        wait(receiving, timeout_s=3, what="a message that never comes")
+        wait(receiving, what="a message that never comes")
 
     return target
 

@@ -177,7 +177,7 @@ def aborts_while_waiting() -> None:
 
 def raising_in_a_wait(error: Exception) -> Callable[[], None]:
     def act() -> None:
-        with waiting_for("activations for F0@1", 60):
+        with waiting_for("activations for F0@1"):
             raise error
 
     return act

@@ -540,7 +540,7 @@ def test_an_offloaded_optimizer_updates_as_one_on_the_device():
         one, other = parameters_of(shapes), parameters_of(shapes)
         plain, _ = build_optimizer(one, settings, iterations=1)
         offloading = replace(settings, offload=True)
-        ahead = RunAhead(torch.device("cpu"), 60)
+        ahead = RunAhead(torch.device("cpu"))
         offloaded, _ = build_optimizer(other, offloading, iterations=1, run_ahead=ahead)
         make_state(offloaded)
         stepped(one, plain, range(3)), stepped(other, offloaded, range(3))

@@ -32,7 +32,7 @@ def test_ranks_that_nccl_cannot_connect(devices, words):
 def _compare(world: World, uuids: list[str]) -> str:
     join(world, device=torch.device("cpu"), timeout_s=60)
     try:
-        gather_rank_devices(RankDevice("n1", uuids[world.rank], A100), timeout_s=60)
+        gather_rank_devices(RankDevice("n1", uuids[world.rank], A100))
     except SharedDeviceError as error:
         return str(error)
     finally:
