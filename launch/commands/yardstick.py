@@ -21,7 +21,7 @@ from launch.yardstick.table import LEGEND, table
 @click.option("--predictor", "names", multiple=True, metavar="NAME", help="Only this predictor; may be repeated. [all]")
 @click.option("--program", "programs", multiple=True, metavar="CMD", help="Also score this program; may be repeated.")
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True,
+    "--timeout", "limit_s", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True,
     help="Seconds that a program may take for a set.",
 )  # fmt: skip
 @click.option(
@@ -34,7 +34,7 @@ def yardstick(
     sets: tuple[str, ...],
     names: tuple[str, ...],
     programs: tuple[str, ...],
-    timeout_s: float,
+    limit_s: float,
     out: Path | None,
     listing: bool,
 ) -> int:
@@ -55,7 +55,7 @@ def yardstick(
     _check("--set", sets, [*SETS, *TRACES])
     _check("--predictor", names, list(known))
     chosen = [one for name, one in known.items() if not names or name in names]
-    chosen += [program(command, timeout_s=timeout_s) for command in programs]
+    chosen += [program(command, limit_s=limit_s) for command in programs]
     scored = [score_set(SETS[name], chosen, note) for name in SETS if not sets or name in sets]
     traces = [replay_trace(name) for name in TRACES if not sets or name in sets]
     click.echo(table(scored, traces))

@@ -58,7 +58,7 @@ def all_reduce(ranks: int, *, device: str, node: NodeRanks | None = None) -> All
     outcome = run_ranks(
         ranks,
         lambda world, report: _measure(world, device, report),
-        timeout_s=MEET_S + MEASURE_S,
+        limit_s=MEET_S + MEASURE_S,
         straggle_s=MEET_S,
         node=node,
         on_report=met.append,

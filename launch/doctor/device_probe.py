@@ -128,7 +128,7 @@ def _run_part(
 ) -> tuple[Any, str]:
     """The result of this node's first rank and no error, or None and an error of one line."""
     try:
-        outcome = run_ranks(ranks, target, timeout_s=limit_s, straggle_s=MEET_S, node=node, on_report=on_report)
+        outcome = run_ranks(ranks, target, limit_s=limit_s, straggle_s=MEET_S, node=node, on_report=on_report)
     except InputError as error:
         return None, str(error)
     if outcome.status is Status.OK:

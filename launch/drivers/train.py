@@ -148,7 +148,7 @@ def _train(
     devices = devices_for(recipe, training.plan.ranks, size=training.plan.ranks)
     manifest, name = manifest_of(recipe), training.trial.name
     manifest.append([Entry(trial=name, state=State.STARTED)])
-    limits: dict[str, Any] = {"timeout_s": None, "straggle_s": settings.timeout_s, "ignore_sigterm": asked is not None}
+    limits: dict[str, Any] = {"limit_s": None, "straggle_s": settings.timeout_s, "ignore_sigterm": asked is not None}
     with watching(console, recipe, training.plan, training.trial.checkpoints) as on_report:
         outcome = run_ranks(training.plan.ranks, run, on_report=on_report, devices=devices, **limits)
     if outcome.status is Status.OK and outcome.result.asked_to_end:

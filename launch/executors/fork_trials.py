@@ -48,8 +48,8 @@ def serve(pipe: Connection) -> None:
                 one.timed_out = True
                 one.process.kill()
         open_deadlines = [one.call.deadline for one in running.values() if not one.timed_out]
-        timeout_s = max(0.0, min(open_deadlines) - now) if open_deadlines else None
-        for ready in wait([pipe, *running], timeout_s):
+        pause_s = max(0.0, min(open_deadlines) - now) if open_deadlines else None
+        for ready in wait([pipe, *running], pause_s):
             if isinstance(ready, Connection):
                 one = _fork(recipe, pipe.recv(), captures)
                 running[one.process.sentinel] = one

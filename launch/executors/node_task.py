@@ -129,7 +129,7 @@ class _Others:
 
     folder: Path
     task: NodeTask
-    timeout_s: float
+    limit_s: float  # time for all of their reports
 
     def outcome(self, ours: Outcome) -> Outcome:
         """The outcome of all nodes, given that of this one; only the first node gets it, the others report to it."""
@@ -141,7 +141,7 @@ class _Others:
             write_whole(self._file(self.task.number), _failure.dump_json(failure).decode())
             return ours
         ends = [] if failure is None else [failure]
-        deadline = time.monotonic() + self.timeout_s
+        deadline = time.monotonic() + self.limit_s
         for number in range(1, self.task.count):
             ends += self._end_of(number, deadline, known=ends)
         if not ends:
@@ -157,7 +157,7 @@ class _Others:
             except (OSError, ValidationError):
                 if time.monotonic() >= deadline:
                     # The node or its slurmd is dead: SLURM's state says so, and a requeue may start the trial again.
-                    waited = f"waited {self.timeout_s:g} s for node {number} of the job to report how its ranks ended"
+                    waited = f"waited {self.limit_s:g} s for node {number} of the job to report how its ranks ended"
                     raise NodesError("\n".join([waited, *(failure.error for failure in known)])) from None
             time.sleep(POLL_S)
 

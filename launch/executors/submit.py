@@ -112,7 +112,7 @@ def ask(submission: Submission) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file, _own_environment():
         file.write(submission.text)
         file.flush()
-        done = run(["sbatch", "--test-only", file.name], timeout_s=TEST_ONLY_S)
+        done = run(["sbatch", "--test-only", file.name], limit_s=TEST_ONLY_S)
     return "; ".join((done.stderr + done.stdout).strip().splitlines())
 
 

@@ -118,9 +118,9 @@ def measure(
         "tokens_per_sample": tokens_per_sample(values),
     }
     cores = len(os.sched_getaffinity(0))
-    limits: dict[str, Any] = {"timeout_s": values.launch.trial_timeout_s, "straggle_s": settings.timeout_s}
+    limits: dict[str, Any] = {"limit_s": values.launch.trial_timeout_s, "straggle_s": settings.timeout_s}
     if training:
-        limits |= {"timeout_s": None, "on_report": on_report, "ignore_sigterm": True}
+        limits |= {"limit_s": None, "on_report": on_report, "ignore_sigterm": True}
     try:
         devices = devices_for(recipe, len(node.ranks) if node else plan.ranks, size=plan.ranks)
         data = training_data(recipe)
@@ -184,10 +184,10 @@ def _communication(
         state = initial_weights(recipe, captured.graph)
         return log_communication(captured, plan, settings, data, world, first=first, state=state)
 
-    timeout_s = recipe.values.launch.trial_timeout_s
+    limit_s = recipe.values.launch.trial_timeout_s
     try:
         outcome = run_ranks(
-            plan.ranks, run, timeout_s=timeout_s, straggle_s=settings.timeout_s, folder=folder, devices=devices
+            plan.ranks, run, limit_s=limit_s, straggle_s=settings.timeout_s, folder=folder, devices=devices
         )
     except InputError as error:
         outcome = Outcome(Status.FAILED, error=str(error))

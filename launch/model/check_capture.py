@@ -76,9 +76,9 @@ def _check(
         return _not_compared(graph, reason, plan)
     on_gpu = device(recipe.values) == "cuda" and torch_has_cuda() and visible_devices()
     if on_gpu:
-        outcome = compare_on_gpu(recipe, graph.micro_batch_size, plan, timeout_s=TIMEOUT_S)
+        outcome = compare_on_gpu(recipe, graph.micro_batch_size, plan, limit_s=TIMEOUT_S)
     else:
-        outcome = compare_forked(recipe, captured(), plan, timeout_s=TIMEOUT_S)
+        outcome = compare_forked(recipe, captured(), plan, limit_s=TIMEOUT_S)
     if outcome.ending in (Ending.ABORTED, Ending.DIED) and signal.SIGKILL.name not in outcome.error:
         raise InputError(
             f"{_described(graph)} crashed when it was compared with {_other(plan)}: {outcome.error.splitlines()[-1]}; "

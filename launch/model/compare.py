@@ -25,7 +25,7 @@ from launch.run.streams import stdout_to_stderr
 
 
 def compare_forked(
-    recipe: LoadedRecipe, captured: CapturedModel, plan: Plan | None = None, *, timeout_s: float
+    recipe: LoadedRecipe, captured: CapturedModel, plan: Plan | None = None, *, limit_s: float
 ) -> Outcome:
     """Compare ``captured`` on the CPU with its eager module or, with ``plan``, with its shards or slices under it.
 
@@ -35,7 +35,7 @@ def compare_forked(
     def compare(*_: object) -> None:
         _compare_here(recipe, captured, plan, torch.device("cpu"))
 
-    return run_ranks(1, compare, timeout_s=timeout_s)
+    return run_ranks(1, compare, limit_s=limit_s)
 
 
 def _compare_here(recipe: LoadedRecipe, captured: CapturedModel, plan: Plan | None, device: torch.device) -> None:
@@ -49,9 +49,7 @@ def _compare_here(recipe: LoadedRecipe, captured: CapturedModel, plan: Plan | No
     check_derived(program.derived, data, seed=seed, device=device)
 
 
-def compare_on_gpu(
-    recipe: LoadedRecipe, micro_batch_size: int, plan: Plan | None = None, *, timeout_s: float
-) -> Outcome:
+def compare_on_gpu(recipe: LoadedRecipe, micro_batch_size: int, plan: Plan | None = None, *, limit_s: float) -> Outcome:
     """Capture the recipe's model and compare it as ``compare_forked`` does, on the first GPU.
 
     Raises InputError if the two differ.
@@ -63,8 +61,8 @@ def compare_on_gpu(
     process.start()
     there.close()
     try:
-        if not here.poll(timeout_s):
-            return Outcome(Status.TIMEOUT, error=f"it was not done after {timeout_s:g} s")
+        if not here.poll(limit_s):
+            return Outcome(Status.TIMEOUT, error=f"it was not done after {limit_s:g} s")
         refused, status, error = here.recv()
     except EOFError:
         process.join()

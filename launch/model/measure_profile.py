@@ -69,7 +69,7 @@ def measure_profile(
 
     with measuring(num_reports(models) if models else None) as on_report:
         outcome = run_ranks(
-            ranks, run, on_report=on_report, devices=devices, timeout_s=None, straggle_s=settings.timeout_s
+            ranks, run, on_report=on_report, devices=devices, limit_s=None, straggle_s=settings.timeout_s
         )
     if outcome.status is not Status.OK:
         raise ProfileError(f"profile: the ranks ended as {outcome.status}:\n{outcome.error}")

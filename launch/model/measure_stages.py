@@ -65,7 +65,7 @@ def measure_candidates(
 
     parts = STAGE_ROUNDS * sum(len(each.model.distinct) for each in sizes)
     with measuring(parts or None) as on_report:
-        outcome = run_ranks(1, run, on_report=on_report, devices=devices, timeout_s=None, straggle_s=settings.timeout_s)
+        outcome = run_ranks(1, run, on_report=on_report, devices=devices, limit_s=None, straggle_s=settings.timeout_s)
     if outcome.status is not Status.OK:
         raise ProfileError(f"profile: the rank ended as {outcome.status}:\n{outcome.error}")
     found: tuple[CandidateTimes, ...] = outcome.result

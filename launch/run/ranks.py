@@ -67,7 +67,7 @@ def run_ranks(
     size: int,
     target: Callable[[World, Report], Any],
     *,
-    timeout_s: float | None,
+    limit_s: float | None,
     straggle_s: float = math.inf,
     folder: Path | None = None,
     node: NodeRanks | None = None,
@@ -77,7 +77,7 @@ def run_ranks(
 ) -> Outcome:
     """Run ``target(world, report)`` in ``size`` forked processes and return how they ended.
 
-    Returns when all ranks have ended, when one has failed, or after ``timeout_s``; no process is left running. Raises
+    Returns when all ranks have ended, when one has failed, or after ``limit_s``; no process is left running. Raises
     InputError if a rank raised one. What rank 0 reports goes to ``on_report``.
 
     - ``straggle_s``: how long the others may run after the first rank is done and, plus MARGIN_S, how long a single
@@ -117,7 +117,7 @@ def run_ranks(
                     processes[rank] = process
                 there.close()
                 pipes[here] = rank
-            return _watch(processes, pipes, board, timeout_s, straggle_s, on_report)
+            return _watch(processes, pipes, board, limit_s, straggle_s, on_report)
         finally:
             for started in processes.values():
                 started.kill()
@@ -149,13 +149,13 @@ def _watch(
     processes: Mapping[int, ForkProcess],
     pipes: dict[Connection, int],
     board: ActivityBoard,
-    timeout_s: float | None,
+    limit_s: float | None,
     straggle_s: float,
     on_report: Callable[[Any], None],
 ) -> Outcome:
     """Read the ranks' messages until all are done, or until GRACE_S after the first failure."""
     start = monotonic()
-    deadline = math.inf if timeout_s is None else start + timeout_s
+    deadline = math.inf if limit_s is None else start + limit_s
     results: dict[int, Any] = {}
     failures: dict[int, Failure] = {}
     first: RanksSnapshot | None = None  # taken at the first failure

@@ -19,16 +19,16 @@ class JobLimitError(SlurmError):
     """SLURM accepts no more jobs of this user now: an account or a quality of service limits their number."""
 
 
-def run(command: Sequence[str], *, timeout_s: float = COMMAND_S) -> subprocess.CompletedProcess[str]:
-    """The result of ``command``; raises SlurmError if it is not installed, fails, or exceeds ``timeout_s``."""
+def run(command: Sequence[str], *, limit_s: float = COMMAND_S) -> subprocess.CompletedProcess[str]:
+    """The result of ``command``; raises SlurmError if it is not installed, fails, or exceeds ``limit_s``."""
     name = command[0]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(_FILTERS)}
     try:
-        done = subprocess.run(command, env=environment, timeout=timeout_s, check=False, capture_output=True, text=True)
+        done = subprocess.run(command, env=environment, timeout=limit_s, check=False, capture_output=True, text=True)
     except FileNotFoundError:
         raise SlurmError(f"{name} is not installed here") from None
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"{name} did not answer within {timeout_s:g} s") from None
+        raise SlurmError(f"{name} did not answer within {limit_s:g} s") from None
     if done.returncode:
         output = "; ".join((done.stderr + done.stdout).strip().splitlines())
         raise SlurmError(f"{name} failed: {output or 'it printed nothing'}")

@@ -38,7 +38,7 @@ def check_reachable(recipe: LoadedRecipe) -> None:
 def why_no_slurm() -> str:
     """Why SLURM cannot be used; empty if a cluster answers. An installed srun alone proves nothing."""
     try:
-        partitions = run(["sinfo", "--all", "--noheader", "--format=%P"], timeout_s=SINFO_S).stdout
+        partitions = run(["sinfo", "--all", "--noheader", "--format=%P"], limit_s=SINFO_S).stdout
     except SlurmError as error:
         return str(error)
     return "" if partitions.strip() else "sinfo lists no partition"

@@ -18,8 +18,8 @@ COLUMNS = ("id", "seconds", "peak_bytes")  # columns that a program writes
 INTERPRETERS = ("python", "sh", "bash", "node", "julia", "Rscript")
 
 
-def program(command: str, *, timeout_s: float) -> Predictor:
-    """The predictor that runs ``command`` once for each set, without a shell, for at most ``timeout_s`` seconds.
+def program(command: str, *, limit_s: float) -> Predictor:
+    """The predictor that runs ``command`` once for each set, without a shell, for at most ``limit_s`` seconds.
 
     Raises InputError if the command is no list of words.
     """
@@ -30,10 +30,10 @@ def program(command: str, *, timeout_s: float) -> Predictor:
     if not words:
         raise InputError("--program: the command is empty; give a program and its arguments")
     name = next((Path(word).name for word in words if not Path(word).name.startswith((*INTERPRETERS, "-"))), words[0])
-    return Predictor(name=name, title=f"`{command}`", predict=_predict(words, timeout_s))
+    return Predictor(name=name, title=f"`{command}`", predict=_predict(words, limit_s))
 
 
-def _predict(words: Sequence[str], timeout_s: float) -> Predict:
+def _predict(words: Sequence[str], limit_s: float) -> Predict:
     def predict(asked: PredictionRequest, tell: Callable[[str], None]) -> list[Predicted]:
         where = f"--program: {shlex.join(words)} on {asked.measured.name}"
         cases = [case_of(asked.measured, asked.recipe, run) for run in asked.runs]
@@ -42,7 +42,7 @@ def _predict(words: Sequence[str], timeout_s: float) -> Predict:
         writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-        output = _run(words, text.getvalue(), timeout_s, where)
+        output = _run(words, text.getvalue(), limit_s, where)
         answers = read_answers(output, where, {case.id: case.pp for case in cases})
         return [answers.get(case.id, NOTHING) for case in cases]
 
@@ -87,7 +87,7 @@ def _numbers(row: Mapping[str, str | None], name: str, line: str) -> list[float]
     return numbers
 
 
-def _run(words: Sequence[str], text: str, timeout_s: float, where: str) -> str:
+def _run(words: Sequence[str], text: str, limit_s: float, where: str) -> str:
     """What the program writes for the input ``text``; it and its children are ended at the time limit."""
     try:
         child = subprocess.Popen(
@@ -101,9 +101,9 @@ def _run(words: Sequence[str], text: str, timeout_s: float, where: str) -> str:
     except OSError as error:
         raise InputError(f"{where}: it cannot be started: {error.strerror}") from None
     try:
-        output, errors = child.communicate(text, timeout=timeout_s)
+        output, errors = child.communicate(text, timeout=limit_s)
     except subprocess.TimeoutExpired:
-        raise InputError(f"{where}: no answer within {timeout_s:g} s; --timeout allows more") from None
+        raise InputError(f"{where}: no answer within {limit_s:g} s; --timeout allows more") from None
     except UnicodeDecodeError:
         raise InputError(f"{where}: its output is not UTF-8") from None
     finally:

@@ -120,7 +120,7 @@ def measured(
         settings = replace(SETTINGS, emulation=emulation_of(world.rank))
         return train(captured, plan, settings, DATA, world), granted
 
-    outcome = run_ranks(plan.ranks, run, timeout_s=TIMEOUT_S)
+    outcome = run_ranks(plan.ranks, run, limit_s=TIMEOUT_S)
     assert outcome.status is Status.OK, outcome.error
     result, granted = outcome.result
     return result.iteration_s[WARMUP:], granted

@@ -252,7 +252,7 @@ def begin(world: World) -> None:
 
 
 def on_ranks(ranks: int, target: Callable) -> object:
-    outcome = run_ranks(ranks, target, timeout_s=1800)
+    outcome = run_ranks(ranks, target, limit_s=1800)
     assert outcome.error == "", outcome.error
     return outcome.result
 

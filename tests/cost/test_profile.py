@@ -75,7 +75,7 @@ def short(monkeypatch):
 
 
 def measured(models, data) -> MachineTimes:
-    outcome = run_ranks(2, lambda world, report: measure(models, SETTINGS, data, world, seed=1), timeout_s=120)
+    outcome = run_ranks(2, lambda world, report: measure(models, SETTINGS, data, world, seed=1), limit_s=120)
     assert outcome.status is Status.OK, outcome.error
     return outcome.result
 
@@ -164,7 +164,7 @@ def test_whole_stages_are_run_once_if_they_are_distinct(short):
     def run(world, report):
         return measure_stages([NamedStages(names=names, model=merged)], SETTINGS, MODELS["gpt2"][1], world, seed=1)
 
-    outcome = run_ranks(1, run, timeout_s=120)
+    outcome = run_ranks(1, run, limit_s=120)
     assert outcome.status is Status.OK, outcome.error
     (found,) = outcome.result
     assert list(found.kinds) == list(names)

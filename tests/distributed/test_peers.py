@@ -75,7 +75,7 @@ def trained(captured: CapturedModel, plan: Plan, state: dict[str, torch.Tensor] 
     def run(world, report):
         return by(captured, plan, SETTINGS, DATA, world, state=state)
 
-    outcome = run_ranks(plan.ranks, run, timeout_s=120)
+    outcome = run_ranks(plan.ranks, run, limit_s=120)
     assert outcome.status is Status.OK, outcome.error
     return outcome.result
 
@@ -157,7 +157,7 @@ def logged(engine: str, *, dp: int = 1, pp: int = 1) -> list[dict[str, Communica
     def run(world, report):
         return log_communication(captured, plan, replace(SETTINGS, iterations=2), DATA, world, first=1)
 
-    outcome = run_ranks(plan.ranks, run, timeout_s=120)
+    outcome = run_ranks(plan.ranks, run, limit_s=120)
     assert outcome.status is Status.OK, outcome.error
     for rank in outcome.result:
         assert min(calls.seconds for calls in rank) > 0
@@ -206,7 +206,7 @@ def failing(fault: Callable[[], object]) -> Outcome:
             ddp.build = lambda rank: build(rank) and (lambda iteration: fault())
         return train_by_peer(captured, plan, SETTINGS, DATA, world)
 
-    return run_ranks(plan.ranks, run, timeout_s=60)
+    return run_ranks(plan.ranks, run, limit_s=60)
 
 
 def test_a_rank_of_a_peer_that_dies_is_named():

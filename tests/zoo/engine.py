@@ -78,7 +78,7 @@ def engine(entry: Entry, captured: CapturedModel, dp: int, *, timeout_s: float) 
             result = _train(entry, captured, plan, world)
             (Path(folder) / str(world.rank)).write_bytes(pickle.dumps(result))
 
-        outcome = run_ranks(plan.ranks, rank, timeout_s=timeout_s)
+        outcome = run_ranks(plan.ranks, rank, limit_s=timeout_s)
         if outcome.status is Status.TIMEOUT:
             raise HungError(outcome.error)
         if outcome.status is not Status.OK:

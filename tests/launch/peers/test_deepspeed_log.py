@@ -34,7 +34,7 @@ def test_logged_seconds_are_no_more_than_the_calls_took():
         (calls,) = read_log(log, 2)
         return calls, elapsed
 
-    outcome = run_ranks(1, run, timeout_s=60)
+    outcome = run_ranks(1, run, limit_s=60)
     assert outcome.status is Status.OK, outcome.error
     calls, elapsed = outcome.result
     assert (calls.operation, calls.calls, calls.message_bytes) == ("all_reduce", CALLS / 2, CALLS / 2 * 1024)

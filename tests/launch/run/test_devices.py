@@ -191,14 +191,14 @@ def test_a_process_in_which_cuda_has_started_forks_no_ranks(tmp_path, monkeypatc
     assert devices.cuda_has_started(tmp_path)
     monkeypatch.setattr(devices, "cuda_has_started", lambda: True)
     with pytest.raises(RuntimeError, match="CUDA has started in the process that starts the ranks"):
-        run_ranks(1, lambda world, report: None, timeout_s=60, devices=["0"])
+        run_ranks(1, lambda world, report: None, limit_s=60, devices=["0"])
 
 
 def test_ranks_see_only_their_devices(monkeypatch):
     from launch.run.ranks import run_ranks
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    outcome = run_ranks(2, lambda world, report: os.environ["CUDA_VISIBLE_DEVICES"], timeout_s=60, devices=["3", "1"])
+    outcome = run_ranks(2, lambda world, report: os.environ["CUDA_VISIBLE_DEVICES"], limit_s=60, devices=["3", "1"])
     assert outcome.result == "3,1"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
 
@@ -307,10 +307,10 @@ def test_the_ranks_of_a_training_on_gpus_share_what_is_stored(folder, machine, a
 
 def test_a_capture_is_compared_on_a_gpu_in_a_fresh_process(folder):
     recipe = load("own.yaml", ["cluster.device=cuda"])
-    outcome = compare_on_gpu(recipe, 4, timeout_s=120)
+    outcome = compare_on_gpu(recipe, 4, limit_s=120)
     assert (outcome.status, NO_GPU in outcome.error) == (Status.FAILED, True), outcome.error
     with pytest.raises(InputError, match=r"model\.arguments: refused by mine:make"):
-        compare_on_gpu(load("own.yaml", ["model.arguments={depth: 3}"]), 4, timeout_s=120)
+        compare_on_gpu(load("own.yaml", ["model.arguments={depth: 3}"]), 4, limit_s=120)
 
 
 def test_gpus_are_hidden_if_ranks_inherit_a_capture(folder, machine, monkeypatch):

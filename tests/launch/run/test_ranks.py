@@ -31,7 +31,7 @@ def meet(world, report) -> int:
 def test_rank_0_gives_the_result_and_the_reports():
     reports = []
     before = set(psutil.Process().children())  # processes of other tests
-    outcome = run_ranks(3, meet, timeout_s=60, on_report=reports.append)
+    outcome = run_ranks(3, meet, limit_s=60, on_report=reports.append)
     assert (outcome.status, outcome.result) == (Status.OK, 3)
     assert reports == [("met", 0)]
     assert set(psutil.Process().children()) <= before, "none of its processes is left"
@@ -84,7 +84,7 @@ def end_badly(how: str):
 def test_the_cause_is_reported_within_seconds(how, status, words):
     start = time.monotonic()
     before = set(psutil.Process().children())  # processes of other tests
-    outcome = run_ranks(3, end_badly(how), timeout_s=60)
+    outcome = run_ranks(3, end_badly(how), limit_s=60)
     assert time.monotonic() - start < 10
     assert outcome.status is status, outcome.error
     assert words.replace("HOST", socket.gethostname()) in outcome.error
@@ -100,7 +100,7 @@ def compute_for_ever(world, report) -> None:
 
 def test_a_run_that_exceeds_its_time_limit_is_ended():
     before = set(psutil.Process().children())  # processes of other tests
-    outcome = run_ranks(2, compute_for_ever, timeout_s=1)
+    outcome = run_ranks(2, compute_for_ever, limit_s=1)
     assert outcome.status is Status.TIMEOUT
     first, *others = outcome.error.splitlines()
     assert first == "not done after 1 s"
@@ -114,7 +114,7 @@ PARENT = """
 import time
 from launch.run.ranks import run_ranks
 from tests.launch.run.test_ranks import compute_for_ever
-run_ranks(2, compute_for_ever, timeout_s=None)
+run_ranks(2, compute_for_ever, limit_s=None)
 """
 
 

@@ -75,7 +75,7 @@ def trained(fault: Callable[[], None]) -> tuple[Outcome, bool, float]:
         return train(model, plan, SETTINGS, TRAINED["gpt2"][1], world)
 
     start = time.monotonic()
-    outcome = run_ranks(2, run, timeout_s=60, straggle_s=SETTINGS.timeout_s)
+    outcome = run_ranks(2, run, limit_s=60, straggle_s=SETTINGS.timeout_s)
     return outcome, bool(leaving), time.monotonic() - start
 
 
@@ -224,7 +224,7 @@ def test_the_cause_outranks_its_consequences(consequence, cause, status, words, 
         consequence()
 
     start = time.monotonic()
-    outcome = run_ranks(2, run, timeout_s=60)
+    outcome = run_ranks(2, run, limit_s=60)
     assert outcome.status is status, outcome.error
     assert outcome.error.startswith(words[0]), outcome.error
     assert all(each in outcome.error for each in words), outcome.error
@@ -236,14 +236,14 @@ def test_the_cause_outranks_its_consequences(consequence, cause, status, words, 
     [(aborts_while_waiting, Status.TIMEOUT, Ending.WAITED), (aborts_at_work, Status.FAILED, Ending.ABORTED)],
 )
 def test_an_abort_with_no_other_cause_is_reported(abort, status, ending):
-    outcome = run_ranks(1, lambda world, report: abort(), timeout_s=60)
+    outcome = run_ranks(1, lambda world, report: abort(), limit_s=60)
     assert (outcome.status, outcome.ending) == (status, ending)
     assert outcome.error.startswith(f"rank 0 on {HOST}, before its first iteration, was ended by SIGABRT")
 
 
 def test_a_rank_has_not_begun_whatever_its_parent_has_trained(monkeypatch):
     monkeypatch.setattr(THIS_RANK, "_phase", "at U0")
-    outcome = run_ranks(1, lambda world, report: aborts_at_work(), timeout_s=60)
+    outcome = run_ranks(1, lambda world, report: aborts_at_work(), limit_s=60)
     assert outcome.error.startswith(f"rank 0 on {HOST}, before its first iteration, ")
 
 
@@ -258,7 +258,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_message_is_reported():
             time.sleep(0.01)
         rank.kill()
 
-    outcome = run_ranks(1, run, timeout_s=60, on_report=kill)
+    outcome = run_ranks(1, run, limit_s=60, on_report=kill)
     assert outcome.status is Status.FAILED
     assert "was killed by SIGKILL" in outcome.error
 
@@ -278,13 +278,13 @@ def stuck(silent: int | None) -> Callable[[World, ranks.Report], None]:
 def test_a_wait_inside_a_blocking_call_is_ended(monkeypatch):
     monkeypatch.setattr(ranks, "MARGIN_S", 0.5)
     start = time.monotonic()
-    outcome = run_ranks(2, stuck(silent=None), timeout_s=60, straggle_s=0.5)
+    outcome = run_ranks(2, stuck(silent=None), limit_s=60, straggle_s=0.5)
     assert time.monotonic() - start < SOON_S
     assert (outcome.status, outcome.ending) == (Status.TIMEOUT, Ending.WAITED)
     for rank in (0, 1):
         waited = rf"^rank {rank} on {HOST}, before its first iteration, waited \d+ s for a connection from rank 1"
         assert re.search(waited, outcome.error, re.MULTILINE), outcome.error
-    outcome = run_ranks(2, stuck(silent=1), timeout_s=60, straggle_s=0.5)
+    outcome = run_ranks(2, stuck(silent=1), limit_s=60, straggle_s=0.5)
     assert outcome.error.startswith(f"rank 1 on {HOST}, before its first iteration, was not done after"), outcome.error
 
 

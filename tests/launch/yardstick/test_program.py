@@ -33,8 +33,8 @@ def asked():
     return PredictionRequest(SET, recipe, tuple(SET.read(recipe, [row, {**row, "pp": "2", "dp": "4"}])))
 
 
-def ask(asked, code, *, timeout_s=30.0):
-    one = program(f'{PYTHON} -c "{code}"', timeout_s=timeout_s)
+def ask(asked, code, *, limit_s=30.0):
+    one = program(f'{PYTHON} -c "{code}"', limit_s=limit_s)
     return one.predict(asked, lambda words: None)
 
 
@@ -59,7 +59,7 @@ def test_a_program_reads_the_run_and_its_answer_counts(asked, tmp_path):
 
 
 def test_the_example(asked):
-    one = program(join([sys.executable, str(EXAMPLE)]), timeout_s=30)
+    one = program(join([sys.executable, str(EXAMPLE)]), limit_s=30)
     assert one.name == "yardstick_predictor.py"
     for found, run in zip(one.predict(asked, lambda words: None), asked.runs, strict=True):
         case = case_of(asked.measured, asked.recipe, run)
@@ -111,19 +111,19 @@ def test_a_program_that_hangs_is_ended_with_its_children(asked):
     """The child holds the pipe to us open, so waiting for the program alone would last as long as the child."""
     code = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
     with pytest.raises(InputError, match=r"no answer within 0\.5 s; --timeout allows more"):
-        ask(asked, code, timeout_s=0.5)
+        ask(asked, code, limit_s=0.5)
 
 
 def test_a_program_that_cannot_run(asked):
     with pytest.raises(InputError, match="cannot be started: No such file"):
-        program("./no-such-program", timeout_s=1).predict(asked, lambda words: None)
+        program("./no-such-program", limit_s=1).predict(asked, lambda words: None)
     with pytest.raises(InputError, match="cannot be split into words: No closing quotation"):
-        program("predict 'a", timeout_s=1)
+        program("predict 'a", limit_s=1)
     with pytest.raises(InputError, match="the command is empty"):
-        program(" ", timeout_s=1)
+        program(" ", limit_s=1)
 
 
 def test_no_shell_reads_the_command(asked, tmp_path):
     with pytest.raises(InputError, match="lacks the column id"):
-        program(f"{PYTHON} -c pass; touch {tmp_path}/made", timeout_s=30).predict(asked, lambda words: None)
+        program(f"{PYTHON} -c pass; touch {tmp_path}/made", limit_s=30).predict(asked, lambda words: None)
     assert not (tmp_path / "made").exists()
