@@ -107,8 +107,8 @@ class Executor:
         self._loss_scale = loss_scale or LossScale()
         self._waits_for_sums = bool(clip_norm) or self._loss_scale.is_used or self._targets.vary
         self._learning_rate = learning_rate  # iteration, from 0 -> the rate of its updates
-        self._program = Program(steps=())  # the one that runs
-        self._steps: list[PreparedStep] = []  # those of the program
+        self._program = Program(steps=())  # the program that runs
+        self._steps: list[PreparedStep] = []  # steps of the program
         self._own = {stage for stage, _ in stages}
         self._updates: Counter[PipeStage] = Counter()  # updates of each stage in this program
         self._total: Total | None = None  # sums of this iteration, once an update has needed them

@@ -98,7 +98,7 @@ class RankLayout:
     def loss_weight(self) -> float:
         """Factor of each micro-batch's loss: their sum over the ranks is then the mean over the batch of an update, or
         the sum, if that is the loss. A loss that is a sum over items is divided by the places for them: gradients in
-        float16 are then as large as those of a mean."""
+        float16 are then as large as the gradients of a mean."""
         if self.settings.loss_mean == SUMMED_ITEMS:
             return self.schedule.updates / self.label_places
         mean = self.schedule.updates / (self.plan.dp * self.micro_batches * self.replicas)

@@ -12,10 +12,10 @@ _GROWTH = 2.0
 
 @dataclass(kw_only=True)
 class LossScale:
-    """The scale, the same on every rank; it changes as that of torch.amp.GradScaler with its defaults.
+    """The scale, the same on every rank; it changes as torch.amp.GradScaler's does by default.
 
-    It doubles after 2000 iterations of finite gradients, and halves after one that has an infinite or undefined one,
-    whose update is skipped.
+    It doubles after 2000 iterations of finite gradients, and halves after an iteration with an infinite or
+    undefined gradient, whose update is skipped.
     """
 
     value: float = 1.0

@@ -68,7 +68,7 @@ class Randomness:
         return before
 
     def restore(self, before: torch.Tensor | None) -> None:
-        """Have the generator as it was ``before`` it was seeded; that of a GPU is the stages' alone."""
+        """Have the generator as it was ``before`` it was seeded; a GPU's generator is the stages' alone."""
         if before is not None:
             self._generator.set_state(before)
 

@@ -70,7 +70,7 @@ _CAUSE_OF_SEED = (
 )
 _CAUSE_OF_FILE = "do all nodes read the same model.weights, with every buffer that the model draws at random?"
 
-_EVALUATES = "evaluates"  # a number of checkpoints whose weights are those of evaluation, of an optimizer that averages
+_EVALUATES = "evaluates"  # a number of checkpoints with the weights of evaluation of an optimizer that averages
 COMPILE_TIMEOUT_S = 1800.0  # a rank compiles its stages in minutes
 
 
@@ -173,7 +173,7 @@ def check_plan(
 ) -> None:
     """Raise InputError where ``plan`` does not fit its schedule, its model or ``settings``, as its ranks would.
 
-    With ``data``, it also does where the model's loss cannot be that of one process on such data.
+    With ``data``, it also does where the model's loss cannot be as in one process on such data.
     It makes the program of every size that a rank needs, so that ranks forked afterwards capture and derive nothing.
     """
     common = lay_out_plan(captured, plan, settings)
@@ -182,7 +182,7 @@ def check_plan(
 
 
 def _check_data(common: PlanLayout, data: TrainingData | None) -> None:
-    """Raise InputError where training on ``data`` would not be that of one process."""
+    """Raise InputError where training on ``data`` would not be as in one process."""
     fills = isinstance(data, DataSettings) and data.last_batch == "pad"  # with samples that do not count
     may_ignore = data is not None and data.may_ignore_targets
     parts = common.schedule.slices * max(common.replicas)

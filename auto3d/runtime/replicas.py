@@ -117,9 +117,9 @@ def replicas_of_devices(plan: Plan, schedule: Schedule) -> tuple[int, ...]:
 def resplit_dimensions(captured: CapturedModel, plan: Plan, stages: Sequence[Stage]) -> dict[str, int]:
     """Value -> its dimension of samples, for values that cross between stages with different numbers of replicas.
 
-    ``stages`` are those of the ranks' program. A value without such a dimension is computed from weights only, so all
-    replicas of its stage have the same copy. Raises PlanError for a value that is neither: its samples are not in equal
-    slices, or it combines all samples, as a loss does, so that no replica has the whole of it.
+    ``stages`` are the stages of the ranks' program. A value without such a dimension is computed from weights only, so
+    all replicas of its stage have the same copy. Raises PlanError for a value that is neither: its samples are not in
+    equal slices, or it combines all samples, as a loss does, so that no replica has the whole of it.
     """
     replicas = [stage.replicas for stage in plan.stages]
     transfers = [

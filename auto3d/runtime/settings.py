@@ -19,7 +19,7 @@ LEARNING_RATE_SCHEDULES = (
     "cosine_with_min_lr",
     "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
-)  # those of transformers.get_scheduler that need no metric
+)  # schedules of transformers.get_scheduler that need no metric
 FIRST_LOSS_SCALE = 65536.0
 LOSS_MEANS = ("targets", "micro-batches")
 """The loss of a global batch: the mean over its targets that are not ignored, or the mean of its micro-batches' losses,
@@ -66,8 +66,8 @@ class OptimizerSettings:
     warmup_iterations: int = 0  # iterations in which the rate rises linearly from 0
     clip_norm: float = 1.0  # upper bound of the global gradient norm; 0: no clipping
     clip_value: float = 0.0  # then upper bound of each element's absolute value; 0: none
-    clip_ratio: float = 0.0  # then upper bound of the norm of a row, as a part of that of its weights; 0: none
-    script_group: int | None = None  # in the settings of one parameter: that of its ParameterGroup
+    clip_ratio: float = 0.0  # then upper bound of the norm of a row, as a part of its weights' norm; 0: none
+    script_group: int | None = None  # in the settings of one parameter: its ParameterGroup's
 
     @property
     def updates_all_alike(self) -> bool:
@@ -100,5 +100,5 @@ class TrainingSettings:
 
     @property
     def first_loss_scale(self) -> float | None:
-        """The factor that the first backward begins with, by default that of torch.amp.GradScaler; None: no factor."""
+        """The factor that the first backward begins with, by default torch.amp.GradScaler's; None: no factor."""
         return FIRST_LOSS_SCALE if self.loss_scale is None and self.precision == "float16" else self.loss_scale

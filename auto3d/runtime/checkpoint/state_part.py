@@ -18,4 +18,4 @@ class StatePart:
     """``[first, last)`` of the flattened shard, or of the flattened whole if there is no shard. ``tensor`` is then 1-D.
     None: all elements."""
     is_stored: bool = True
-    """False: the values differ between ranks, as batch statistics do, and a checkpoint stores those of another rank."""
+    """False: the values differ between ranks, as batch statistics do, and a checkpoint stores another rank's."""

@@ -2,7 +2,7 @@
 
 A save copies this rank's share of the state to host memory, and a thread writes it. All ranks write into a folder whose
 name begins with a dot. A file gets its name there when it is on disk, so the thread of rank 0 sees who is done; no
-collective is needed, which would get between those of the training. Then it writes checkpoint.json and renames the
+collective is needed, which would get among the training's. Then it writes checkpoint.json and renames the
 folder. A folder of another save, which a killed run left, has another name and is removed after the next save.
 
 The copy takes as much host memory as the rank's share of the checkpoint, once, from the first save on.
@@ -78,7 +78,7 @@ class CheckpointWriter:
         self._error: Exception | None = None
 
     def save(self, state: Mapping[str, StatePart], *, iteration: int, numbers: Mapping[str, float]) -> None:
-        """Copy ``state``, that of this rank, and write it in the background; the training may go on.
+        """Copy ``state``, this rank's, and write it in the background; the training may go on.
 
         Raises OSError if this rank could not write the previous checkpoint, and WaitTimeoutError if it, or another
         rank's call, took longer than the training's time-out.
@@ -187,10 +187,10 @@ class CheckpointWriter:
 
 
 def _assign(held_by: list[dict[str, _Held]]) -> tuple[dict[str, StoredTensor], list[list[str]]]:
-    """All tensors with their parts, and the names of those of which each rank writes its part.
+    """All tensors with their parts, and for each rank the names of the tensors of which it writes its part.
 
-    Of several ranks that hold the same part one writes it, such that all ranks write about as many bytes. ``held_by``
-    has a dict from names for each rank.
+    Of several ranks that hold the same part, a single rank writes it, such that all ranks write about as many bytes.
+    ``held_by`` has a dict from names for each rank.
     """
     holders: dict[tuple[str, int, tuple[int, int]], list[int]] = {}
     for rank, names in enumerate(held_by):

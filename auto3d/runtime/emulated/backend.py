@@ -1,6 +1,6 @@
 """Emulated devices: everything is real except the arithmetic, in whose place an operation waits for its given time.
 
-Processes, schedule, executor, messages, tensor-parallel collectives and gradient sums are those of real training and
+Processes, schedule, executor, messages, tensor-parallel collectives and gradient sums are as in real training and
 have their true sizes, unless they are given others, or times. No weights are made, no data is loaded and nothing is
 computed, so there is no loss. A few cores can therefore run as many devices as they can carry messages for.
 """

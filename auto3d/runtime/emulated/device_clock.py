@@ -1,4 +1,4 @@
-"""The time of an emulated device, as opposed to that of its process."""
+"""The time of an emulated device, as opposed to its process's time."""
 
 import time
 from collections.abc import Iterator

@@ -37,8 +37,8 @@ def passes_of(
     """The steps of each kind of operation of ``stage``, of the program that ranks run; ``plan`` is its part of a Plan.
 
     The seconds of an operation are divided among its steps in the ratios of the analytic cost model. Collectives stand
-    where the tensor-parallel program has them: those of the backward belong to the input half of a split backward. The
-    halves of a sub-pipelined program take turns as in training.
+    where the tensor-parallel program has them: collectives of the backward belong to the input half of a split
+    backward. The halves of a sub-pipelined program take turns as in training.
     """
     seconds = {kind: costs.times_of(kind)[stage.index] / parts for kind in Kind}
     passes: dict[Kind, tuple[EmulatedStep, ...]] = {kind: (EmulatedStep(each),) for kind, each in seconds.items()}

@@ -50,7 +50,7 @@ class EvaluationLoss:
     def padding_counts(self, inputs: Mapping[str, torch.Tensor], micro_batch: int, samples: int) -> torch.Tensor | None:
         """Whether a target after the first ``samples`` of the global batch may count; None if none is in question.
 
-        ``inputs`` are those of ``micro_batch``. One whose samples are all later does not count as a whole.
+        ``inputs`` belong to ``micro_batch``. A micro-batch whose samples are all later does not count as a whole.
         """
         layout = self._layout
         first, here = (layout.first_micro_batch + micro_batch) * layout.samples, layout.samples // layout.replicas

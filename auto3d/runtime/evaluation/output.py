@@ -57,7 +57,7 @@ class Output:
         return torch.empty(shape, dtype=self.summed, pin_memory=device.type == "cuda")
 
     def of_all_ranks(self, local: torch.Tensor, micro_batches: Collection[int], layout: RankLayout) -> torch.Tensor:
-        """The output of a whole global batch, [samples, …]; ``local`` has that of this rank's ``micro_batches``."""
+        """The output of a whole global batch, [samples, …]; ``local`` has the part of this rank's ``micro_batches``."""
         # Each element is written by one rank and zero on all others, or a sum of what the shards have.
         whole = torch.zeros((layout.plan.global_batch, *self.shape[1:]), dtype=self.summed)
         rows = layout.samples // layout.replicas

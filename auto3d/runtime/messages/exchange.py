@@ -95,14 +95,14 @@ def message_groups(device: torch.device) -> MessageGroups:
 
 
 class Exchange:
-    """Sends and receives the messages of one rank's programs, all between the same peers as those of ``program``.
+    """Sends and receives the messages of one rank's programs, all between the peers of ``program``'s messages.
 
     ``ranks_of`` has, for each pipeline device, its ranks in this rank's pipeline: several if its stages have replicas,
     which split each micro-batch's samples in order. ``device_of`` maps (stage, pipe) to pipeline devices. A message
     consists of the tensors, in the order of ``transfers``, that its two stages exchange for one micro-batch, in the
     shapes that this rank has. If the two stages have different numbers of replicas, each pair of ranks exchanges the
     samples that both have, along the dimension in ``sample_dimensions``; a value without samples is sent only once.
-    ``half_of`` is that of a program in halves: the halves of a value are exchanged together.
+    ``half_of`` belongs to a program in halves: the halves of a value are exchanged together.
     Exchanges of which only one has messages at a time may share their ``groups``.
     """
 
@@ -308,7 +308,7 @@ class Exchange:
                 yield peers[there], _Load(parts[part], tuple(shape), dtype, dimension, start)
 
     def _parts(self, carried: Sequence[Transfer]) -> list[list[int]]:
-        """The numbers in ``carried`` of each value: one, or those of its halves in order."""
+        """The numbers in ``carried`` of each value: its own, or its halves' in order."""
         found: dict[tuple[str, bool], list[int]] = {}
         for index, name in enumerate(transfer.value.name for transfer in carried):
             half = self._half_of.get(name)

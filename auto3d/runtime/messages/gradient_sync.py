@@ -75,7 +75,7 @@ class GradientSync:
     Gathers send the updated slices to all holders.
     Parameters of which ``rules`` say the same are updated together; they are needed where it is sharded.
 
-    ``holders`` are those of this rank's parameters, ``all_holders`` those of every rank's, by default the same ones.
+    ``holders`` has the holders of this rank's parameters, ``all_holders`` of every rank's, by default the same.
     Every rank must construct it with the same ``all_holders``, because it makes process groups: one for each set of
     holders, since two stages on the same ranks may be ready in a different order on each of them. Parameters named in
     ``uncounted`` are left out of the norm: a rank with another shard counts them.
@@ -205,7 +205,7 @@ class GradientSync:
                         self._gathers.append((all_gather(piece, self._groups[holders], holders.ranks), holders))
 
     def follow_weights(self) -> None:
-        """Let the slices that this rank updates be those of the buffers that have the parameters now."""
+        """Let the slices that this rank updates be slices of the buffers that have the parameters now."""
         for shard in self.shards.values():
             shard.follow()
 

@@ -28,7 +28,7 @@ def all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup) -> Begun:
 
 
 def reduce_scatter(buffer: torch.Tensor, group: dist.ProcessGroup, ranks: Sequence[int]) -> Begun:
-    """Begin to sum ``buffer`` over ``ranks``, those of ``group`` in order; each gets the sum of its slice, in place.
+    """Begin to sum ``buffer`` over ``ranks``, all of ``group`` in order; each gets the sum of its slice, in place.
 
     The other slices keep this rank's numbers. The elements of ``buffer`` are a multiple of the ranks.
     """
@@ -51,7 +51,7 @@ def reduce_scatter(buffer: torch.Tensor, group: dist.ProcessGroup, ranks: Sequen
 
 
 def all_gather(buffer: torch.Tensor, group: dist.ProcessGroup, ranks: Sequence[int]) -> Begun:
-    """Begin to fill ``buffer`` with the slice of each of ``ranks``, those of ``group`` in order."""
+    """Begin to fill ``buffer`` with the slice of each of ``ranks``, all of ``group`` in order."""
     buffer = _real(buffer)
     mine = buffer.view(len(ranks), -1)[ranks.index(dist.get_rank())]
     return Begun([_work(getattr(dist, _ALL_GATHER)(buffer, mine, group=group, async_op=True))])

@@ -1,4 +1,4 @@
-"""The operators of a tensor-parallel program on one rank: conversions between placements, and those of a vocabulary.
+"""The operators of a tensor-parallel program on one rank: conversions of placements, operators of a split vocabulary.
 
 Each is a module that takes the place of its operator in a stage's program. In the forward and in the backward it does
 its collective through a TensorGroup, whose collectives begin and end separately: a program may compute in between.

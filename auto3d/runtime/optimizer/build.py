@@ -57,8 +57,8 @@ def build_optimizers(
 ) -> Optimizers:
     """One optimizer for the ``parameters`` and the slices of ``shards`` (ZeRO-1) of each of ``rules``.
 
-    An optimizer that adds up numbers over all parameters does so over those ``of_all_ranks`` (None: ``parameters``).
-    The other arguments and errors are those of ``build_optimizer``.
+    An optimizer that adds up numbers over all parameters does so over the parameters ``of_all_ranks`` (None:
+    ``parameters``). The other arguments and errors are as in ``build_optimizer``.
     """
     updated: dict[OptimizerSettings, list[nn.Parameter]] = {}
     for name, parameter in parameters.items():

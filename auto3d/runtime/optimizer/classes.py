@@ -84,7 +84,7 @@ def make_optimizer(
 
 @torch.no_grad()
 def use_weights(optimizer: Any, *, evaluation: bool) -> None:
-    """Give the parameters of an ``optimizer`` that averages the weights of evaluation, or those of training."""
+    """Give the parameters of an ``optimizer`` that averages the weights of evaluation, or of training."""
     if evaluation:
         optimizer.eval()
     else:
@@ -396,7 +396,7 @@ def _check_resumes(settings: OptimizerSettings) -> None:
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Its own attributes, without those of every torch optimizer."""
+    """Its own attributes, without what every torch optimizer has."""
     return {name: repr(value) for name, value in vars(optimizer).items() if name not in _common_attributes()}
 
 
@@ -455,7 +455,7 @@ def _copy(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
 
 
 def _in_evaluation(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The weights of evaluation; afterwards the parameters have those of training again."""
+    """The weights of evaluation; afterwards the parameters have the weights of training again."""
     use_weights(optimizer, evaluation=True)
     values = [each.clone() for each in _values(optimizer)]
     use_weights(optimizer, evaluation=False)

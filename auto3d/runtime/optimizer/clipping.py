@@ -30,7 +30,7 @@ def clip(parameters: Sequence[nn.Parameter], settings: OptimizerSettings) -> Non
 
 
 def _norms_of_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The norm of each row, with its dimensions; of a vector or a number that of all."""
+    """The norm of each row, with its dimensions; of a vector or a number, the norm of all elements."""
     if tensor.dim() < 2:
         return torch.linalg.vector_norm(tensor)
     return torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.dim())), keepdim=True)

@@ -59,8 +59,8 @@ def memory_options(
 ) -> TrainingOptions:
     """How a rank on ``device`` "cpu" or "cuda" holds weights, gradients and the optimizer's state.
 
-    ``precision`` is that of autocast; "float32" is without it. ``graph`` is asked for only where parameters are updated
-    in different ways.
+    ``precision`` is the type of autocast; "float32" is without it. ``graph`` is asked for only where parameters are
+    updated in different ways.
     """
     return TrainingOptions(
         precision=precision,

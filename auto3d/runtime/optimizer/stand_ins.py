@@ -27,7 +27,7 @@ _WHICH = "which parameters have gradients"
 class NumbersRead(TorchDispatchMode):
     """While it is entered, ``read`` gives the number that is read from a tensor.
 
-    Raises RuntimeError where values are computed from those of a stand-in in another way: torch would leave them as
+    Raises RuntimeError where values are computed from a stand-in's in another way: torch would leave them as
     they are, without a word.
     """
 

@@ -48,10 +48,10 @@ class OptimizerTensor:
 def measured_state_elements(settings: OptimizerSettings) -> Callable[[Sequence[int]], float]:
     """The size of the state of any optimizer, as it is after a step on parameters of the same number of dimensions.
 
-    An element is one of float32; of a smaller type it is a part of one.
+    The unit is an element of float32; an element of a smaller type is a fraction of it.
     """
     kind, arguments = optimizer_class(settings)
-    # Dimensions -> for each tensor, those of the parameter that it has, and the size of an element.
+    # Dimensions -> for each tensor, the parameter's dimensions that it has, and the size of an element.
     kept: dict[int, list[tuple[tuple[int, ...], float]]] = {}
 
     @trying()

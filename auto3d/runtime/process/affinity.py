@@ -24,7 +24,7 @@ def bind_to_cores_near(device: torch.device, ranks_here: int) -> None:
 def cores_near(addresses: Sequence[str], index: int, allowed: Collection[int], sysfs: Path = SYSFS) -> set[int]:
     """The cores out of ``allowed`` for the rank whose GPU has the PCI address ``addresses[index]``.
 
-    ``addresses`` are those of all ranks that may use ``allowed``. Ranks near the same cores divide them evenly, in
+    ``addresses`` has the GPUs of all ranks that may use ``allowed``. Ranks near the same cores divide them evenly, in
     whole physical cores. If there are fewer physical cores than ranks, each rank gets all of them. A rank with no
     allowed core near its GPU gets all of ``allowed``.
     """

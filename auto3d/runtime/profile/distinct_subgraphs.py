@@ -37,7 +37,7 @@ def distinct_subgraphs(
 ) -> ModelSubgraphs:
     """The subgraphs between ``bounds``. Two are equal if their operators, shapes and arguments are.
 
-    With ``derived``, which was made from ``captured``, they are those of the program that one of its ranks runs.
+    With ``derived``, which was made from ``captured``, they are subgraphs of the program that one of its ranks runs.
     """
     plan = stages_between(bounds)
     if derived is not None:

@@ -74,7 +74,7 @@ def time_messages(ranks: ProfiledRanks) -> MessageTimes:
 def time_collectives(ranks: ProfiledRanks, sizes: Mapping[Collective, Collection[int]]) -> NodeCollectives:
     """Times of collectives among the first 2, 4, … ranks and among all of them.
 
-    They run as those of tensor parallelism do, at the sizes of whole tensors in this module and in ``sizes``, in bytes.
+    They run as in tensor parallelism, at the sizes of whole tensors in this module and in ``sizes``, in bytes.
     """
     counts = rank_counts(ranks.world.size, least=2)
     groups = []

@@ -99,7 +99,7 @@ class NamedStages:
     """Candidate stages of a model at one micro-batch size, with equal ones merged."""
 
     names: tuple[str, ...]
-    model: ModelSubgraphs  # its kinds are those of ``names``
+    model: ModelSubgraphs  # its kinds have these ``names``
 
 
 def measure_stages(
@@ -231,7 +231,7 @@ class _Profiler:
         return times
 
     def collectives(self) -> NodeCollectives:
-        """Times at usual sizes and at those of the models' tensor-parallel programs."""
+        """Times at usual sizes and at the sizes of the models' tensor-parallel programs."""
         sizes: dict[Collective, set[int]] = {}
         for model in self._models:
             for local in () if model.derived is None else local_graphs(model.derived):

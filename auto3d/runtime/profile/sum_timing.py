@@ -26,7 +26,7 @@ def time_sums(ranks: ProfiledRanks, compute: Sequence[Callable[[], None]]) -> Su
     run_ahead, clock = RunAhead(ranks.device), ranks.clock
 
     def once(parts: Sequence[Callable[[], None]], buffer: torch.Tensor | None) -> float:
-        """Seconds of ``parts`` beside the sum of ``buffer``, if there is one; without parts, those of the sum."""
+        """Seconds of ``parts`` beside the sum of ``buffer``, if there is one; without parts, seconds of the sum."""
         ranks.barrier()
         compute[-1]()  # ranks come to a sum from compute, and not all at once
         begin = clock.mark()

@@ -24,15 +24,15 @@ class BatchTargets:
 
     @property
     def counts_items(self) -> bool:
-        """Whether the loss is divided by the number of targets that the data says, instead of those of a term."""
+        """Whether the loss is divided by the number of targets that the data says, instead of the targets of a term."""
         return self.loss_mean == SUMMED_ITEMS or (self.loss_mean == "items" and bool(self.terms.counted))
 
     def fraction(self, counts: Sequence[float], iteration: int, *, is_updated: bool, present: float = 1.0) -> float:
         """The fraction of the places for targets that the global batch of ``iteration``, from 1, fills.
 
-        ``counts`` has the number of targets of each term, and then that of items if they count. ``is_updated`` says
-        whether the update did not wait for it. The global batch has the fraction ``present`` of its micro-batches, or
-        of its samples if items count. Only where items count in the loss of a model, as in transformers, it may be 0.
+        ``counts`` has the number of targets of each term, and then the number of items if they count. ``is_updated``
+        says whether the update did not wait for it. The global batch has the fraction ``present`` of its micro-batches,
+        or of its samples if items count. Only where items count in a model's loss, as in transformers, it may be 0.
 
         Raises InputError if the terms of the loss would need different ones, so that no division of their sum is right,
         or if the update is wrong because it did not wait.

@@ -20,7 +20,7 @@ class MicroBatchInputs:
     ``slices`` of its sequence, it counts these, and so do both numbers; every slice takes the inputs of all. ``same``
     compares what it reads with what other ranks read; None: nobody does. For that it also reads ``compared``. What
     ``counting_stage`` reads says how many targets a micro-batch has: only one rank of a tensor-parallel group or of
-    replicas counts them. ``largest`` is that of a Loader.
+    replicas counts them. ``largest`` is as in a Loader.
     """
 
     def __init__(

@@ -133,7 +133,7 @@ class Loader:
     def read(self, iteration: int, index: int, names: Collection[str], *, compared: bool = False) -> Reading:
         """The inputs called ``names`` of micro-batch ``index`` of ``iteration``, on the device.
 
-        ``compared`` is that of the Need. An error of the thread that made them is raised here.
+        ``compared`` is as in the Need. An error of the thread that made them is raised here.
         """
         if self._memory is None or not names:
             return self._batches.read(iteration, index, names)

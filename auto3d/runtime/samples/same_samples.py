@@ -71,7 +71,7 @@ class Readers:
 
 
 class SameSamples:
-    """The fingerprints of what this rank has read, until those of an iteration are known to agree.
+    """The fingerprints of what this rank has read, until the fingerprints of an iteration are known to agree.
 
     Each rank adds a number to a sum over all ranks that goes anyway: the fingerprints that it has read, each with a
     weight of its place and times ``Readers.factor``, modulo MODULUS. The sum is 0 modulo MODULUS if all readers agree

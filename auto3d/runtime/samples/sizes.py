@@ -68,4 +68,4 @@ def lay_out_sized(common: PlanLayout, captured: CapturedModel) -> PlanLayout:
         global_batch=common.plan.global_batch // common.plan.micro_batch_size * size,
     )
     layout = lay_out_plan(captured, plan, common.settings, common.schedule, read_once=common.read_once)
-    return replace(layout, terms=common.terms)  # its means weigh as much as those of the other micro-batches
+    return replace(layout, terms=common.terms)  # its means weigh as much as the other micro-batches'

@@ -97,7 +97,7 @@ def computation_of(
     terms: Sequence[TargetTerm | ScaledTerm] = (),
     **options: Any,
 ) -> Computation:
-    """What a stage computes of ``program``; all is ``kept`` if that is None. ``options`` are those of segment_program.
+    """What a stage computes of ``program``; all is ``kept`` if that is None. ``options`` are as in segment_program.
 
     With ``halves`` the halves of each micro-batch take turns.
     """

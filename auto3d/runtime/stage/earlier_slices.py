@@ -31,7 +31,7 @@ class EarlierSlices:
         self._gradients: defaultdict[int, dict[tuple[str, int], torch.Tensor]] = defaultdict(dict)
 
     def keep(self, name: str, number: int, value: torch.Tensor) -> None:
-        """Keep ``value`` of slice ``number``; those of the slices before it are there."""
+        """Keep ``value`` of slice ``number``; the values of the slices before it are there."""
         values = self._values[self.micro_batch].setdefault(name, [])
         assert len(values) >= number, f"slice {number} runs before one that it needs"
         values[number:] = [value]

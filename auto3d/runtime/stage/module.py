@@ -36,7 +36,7 @@ class Computation(Protocol):
         """Compute the activations again that the forward of ``micro_batch`` dropped."""
 
     def backward(self, micro_batch: int, gradients: Gradients, *, defer_weights: bool) -> dict[str, torch.Tensor]:
-        """Run the backward of ``micro_batch``; arguments and result are those of ``StageModule.backward``.
+        """Run the backward of ``micro_batch``; arguments and result are as in ``StageModule.backward``.
 
         ``gradients`` has the loss's, too. Work for ``StageModule.backward_weight`` goes to the stage's ``deferred``.
         """

@@ -28,7 +28,7 @@ _USE_OF_COPY = "use_of_copy"
 
 
 class DerivedProgram(Protocol):
-    """Runs the operators that a program has besides those of the model that it was derived from."""
+    """Runs the operators that a program has besides the operators of the model that it was derived from."""
 
     @property
     def model(self) -> Derived: ...
@@ -124,7 +124,7 @@ def segment_program(
         known = ChainMap(env_of.get(node, {}), env)
         copy = graph.node_copy(node, known.__getitem__)
         copy.args, copy.kwargs = _on_device((copy.args, copy.kwargs), randomness.device)
-        parameters = {  # placeholder of a copy in low precision -> that of its parameter
+        parameters = {  # placeholder of a copy in low precision -> placeholder of its parameter
             env[used]: known[parameter_of[used]]
             for used in node.all_input_nodes
             if used in parameter_of

@@ -144,7 +144,7 @@ class SegmentComputation:
         """
         in_flight = self._in_flight[micro_batch]
         for name in self._between:
-            if gradients.get(name):  # gradients from other stages come before those of this stage's own uses
+            if gradients.get(name):  # gradients from other stages come before gradients of this stage's own uses
                 in_flight.values[name].grad = sum(gradients[name][1:], start=gradients[name][0])
         for number in reversed(range(len(self._segments))):
             if in_flight.outputs[number] is None:

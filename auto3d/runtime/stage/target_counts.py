@@ -30,7 +30,7 @@ class CountedMean(nn.Module):
             self.count = counts.any() * self._term.places if self._term.is_alike else counts.sum()
             factor = self.count / self._term.places
         mean = self._mean(logits, target, *others, **options)
-        # A mean of no targets is NaN. The gradients of ignored targets are zero, even those of such a mean.
+        # A mean of no targets is NaN. The gradients of ignored targets are zero, even in such a mean.
         return (mean * factor).masked_fill(self.count == 0, 0.0).to(mean.dtype)
 
 

@@ -215,7 +215,7 @@ def _run_program(
 
 
 def _tensors(captured: CapturedModel, model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of the program: parameters that share memory with those of the model, and copies of its buffers."""
+    """The state of the program: parameters that share memory with the model's, and copies of its buffers."""
     parameters = {
         name: parameter.detach().requires_grad_(name in captured.graph.trained)
         for name, parameter in model.named_parameters()
@@ -226,7 +226,7 @@ def _tensors(captured: CapturedModel, model: nn.Module, device: torch.device) ->
 
 
 def built_state(captured: CapturedModel, device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of the program: that of a new module, whose initialiser draws what it needs, and its constants."""
+    """The state of the program: a new module's, whose initialiser draws what it needs, and its constants."""
     return _tensors(captured, moved(captured.exported.build(), device), device)
 
 
@@ -246,7 +246,7 @@ def difference_of(
 ) -> Difference | None:
     """The difference if it is larger than rounding explains; a tensor that is None counts as zeros.
 
-    The bounds are ``wider`` times those of float32, and no narrower than those of the tensor's own type.
+    The bounds are ``wider`` times float32's, and no narrower than the bounds of the tensor's own type.
     """
     present = [tensor for tensor in (actual, expected) if tensor is not None]
     if not present or not present[0].numel():

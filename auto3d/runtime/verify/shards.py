@@ -37,7 +37,7 @@ from auto3d.runtime.verify.slices import run_slices, run_whole
 from auto3d.tensor.collectives import CONVERSION_BETWEEN, conversion_of, split_of
 from auto3d.tensor_placement import WHOLE, PlacementKind, TensorPlacement
 
-_MAGNIFIED = 100  # times the bound: what rounding may reach before losses are other ones than those of one process
+_MAGNIFIED = 100  # times the bound: what rounding may reach before losses are others than one process has
 _FLOAT64 = 1e-3  # bounds in float64, relative to float32's: far above its rounding, far below a wrong placement
 
 
@@ -49,7 +49,7 @@ def check_shards(model: Derived, data: DataSettings, *, seed: int, device: torch
     """Raise ShardsDifferError unless all shards of ``model`` together do what the whole program does.
 
     They are compared on one micro-batch, with the bounds of ``verify.check_against_eager``; the padding of a gradient
-    must be zero. If the program computes in a type narrower than float32, the bounds are those of that type: a sum of
+    must be zero. If the program computes in a type narrower than float32, the bounds are that type's: a sum of
     rounded parts is not the rounded sum. Where float32 misses its bounds by less than a hundred times, as after a batch
     normalisation of few elements, which magnifies rounding, float64 decides: what differs there too is no rounding.
     A random operation on a split value runs on the gathered value, so that it draws what the whole program draws.
@@ -146,7 +146,7 @@ def _run_shard(
 
 
 def _difference(model: Derived, outcomes: list[Computed], whole: Computed, wider: float) -> Difference | str | None:
-    """The first of the shards' losses, gradients and buffers that differ from those of the whole program."""
+    """The first of the shards' losses, gradients and buffers that differ from the whole program's."""
     shards = range(model.share.tp)
     for shard in shards:
         if difference := difference_of(f"the loss of shard {shard}", outcomes[shard].loss, whole.loss, 1.0, wider):

@@ -30,7 +30,7 @@ def check_slices(model: Derived, data: DataSettings, *, seed: int, device: torch
     """Raise SlicesDifferError unless all slices of ``model`` together do what the whole program does.
 
     They are compared on one micro-batch, with the bounds of ``verify.check_against_eager``. If the program computes in
-    a type narrower than float32, the bounds are those of that type: a sum of rounded parts is not the rounded sum.
+    a type narrower than float32, the bounds are that type's: a sum of rounded parts is not the rounded sum.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)

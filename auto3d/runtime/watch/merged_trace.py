@@ -70,7 +70,7 @@ def merged(ranks: Sequence[RankTrace], timeline: Timeline | None, *, tp: int) ->
 
 
 def compared(ranks: Sequence[RankTrace], timeline: Timeline | None) -> list[ComparedOperations]:
-    """The operations of all ``ranks`` by stage and kind, with those of ``timeline``, which is in seconds."""
+    """The operations of all ``ranks`` by stage and kind, beside the operations of ``timeline``, in seconds."""
     measured: dict[tuple[int, Kind], list[float]] = {}
     predicted: dict[tuple[int, Kind], list[float]] = {}
     for each in (each for rank in ranks for each in rank.operations):

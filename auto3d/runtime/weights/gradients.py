@@ -176,7 +176,7 @@ def _add_product(
 
 
 def add_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Add ``gradient`` to that of ``parameter``, in the type of the parameter."""
+    """Add ``gradient`` to the gradient of ``parameter``, in the type of the parameter."""
     parameter.grad = gradient.to(parameter.dtype) if parameter.grad is None else parameter.grad.add_(gradient)
 
 

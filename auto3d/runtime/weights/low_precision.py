@@ -1,8 +1,9 @@
 """Low-precision copies of weights: the forward computes with them, and gradients go to the float32 weights.
 
 Under torch.autocast every micro-batch casts each weight again. Here a stage makes one copy per version of its weights,
-and each use of a copy adds its gradient, cast to the type of the weight, to that of the weight. A copy of a weight with
-a single use is a leaf of autograd that does so by itself; others need an operation at each use, which takes longer.
+and each use of a copy adds its gradient, cast to the type of the weight, to the weight's gradient. A copy of a weight
+with a single use is a leaf of autograd that does so by itself; others need an operation at each use,
+which takes longer.
 """
 
 from collections import Counter
@@ -62,7 +63,7 @@ class UseOfCopy(nn.Module):
 
 
 def use_copy(parameter: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    """``copy``, whose gradient becomes that of ``parameter``."""
+    """``copy``, whose gradient becomes the gradient of ``parameter``."""
     used = _use(parameter, copy)
     assert isinstance(used, torch.Tensor)
     return used

@@ -22,7 +22,7 @@ class WeightVersions:
 
     Of each version, parameters also have the low-precision ``copies``: a copy is made when the first micro-batch asks
     for its version, after the update that the version begins with. Those in ``leaf_copies`` are leaves of autograd,
-    whose gradients move to those of their parameters.
+    whose gradients move to the gradients of their parameters.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class WeightVersions:
         self._state = state
         self._copies = copies or {}
         self._leaf_copies = leaf_copies
-        self._copied: set[int] = set()  # versions whose copies are those of their parameters
+        self._copied: set[int] = set()  # versions whose copies have their parameters' values
         self._version_of: Mapping[int, int] = {}
         self._users: Counter[int] = Counter()  # version -> number of micro-batches of the program that have not ended
         self._newest = 0
@@ -121,7 +121,7 @@ def _adds_to(parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
 
 
 def _move(parameters: Iterable[torch.Tensor]) -> None:
-    """Move ``parameters`` to a copy of their memory; those of one flat buffer stay views of one."""
+    """Move ``parameters`` to a copy of their memory; parameters of one flat buffer stay views of one."""
     copies: dict[int, torch.Tensor] = {}
     for parameter in parameters:
         memory = parameter.untyped_storage()._cdata
