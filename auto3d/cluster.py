@@ -230,7 +230,7 @@ class Cluster:
         return self.nodes[self.node_of[device]].accelerator
 
     def slowest(self, devices: Iterable[int]) -> Accelerator:
-        """The accelerator among those of ``devices`` that computes the fewest FLOPs per second."""
+        """The accelerator of ``devices`` that computes the fewest FLOPs per second."""
         nodes = dict.fromkeys(map(self.node_of.__getitem__, devices))
         return min(
             (self.nodes[node].accelerator for node in nodes), key=lambda kind: kind.peak_flops * kind.matrix_efficiency

@@ -18,7 +18,7 @@ from auto3d.cost.work import ALIGNED, PRECISION_BYTES, TensorExchange, Work, rep
 from auto3d.errors import InputError
 from auto3d.tensor.conversions import Collective
 
-BACKWARD_TRAFFIC = 1.75  # traffic of the backward over that of the forward, for the operations of a transformer block
+BACKWARD_TRAFFIC = 1.75  # traffic of the backward over the forward's, for the operations of a transformer block
 
 MeasuredLayers = Mapping[tuple[str, int], Sequence[float]]
 """(kind of device, tensor-parallel degree) -> seconds of each layer's forward of one sample."""

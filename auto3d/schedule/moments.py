@@ -41,7 +41,7 @@ class Counts(NamedTuple, Generic[Number]):
 
 
 COLUMN = Counts(*range(len(Counts._fields)))
-"""The place of each count among those of a stage, in matrices of counts."""
+"""The place of each count among the counts of a stage, in matrices of counts."""
 
 _WITH_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _MAKES_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
@@ -333,7 +333,7 @@ class _Messages:
     ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, int]]:
         """The changes by messages of inputs, which each forward of stage 0 sends to all other stages.
 
-        The arrays are those of ``_find_changes``; ``stage`` has the receiver of each message. Stage 0 holds what it has
+        The arrays are as in ``_find_changes``; ``stage`` has the receiver of each message. Stage 0 holds what it has
         read until the last of the messages to other devices is released, and until stages of its own device use it.
         """
 

@@ -10,7 +10,7 @@ def critical_path(timeline: Timeline) -> list[Operation]:
     """The operations of a path without slack from the first start to the makespan.
 
     Each operation starts when the previous one ends, or when its message or its all-reduce does. If there are several
-    paths, this is one with the most backwards, so that C_f and C_b are those of the paper. Among these, it stays on a
+    paths, this is one with the most backwards, so that C_f and C_b are the paper's. Among these, it stays on a
     device if it can, as in figure 4 of Merak (2022).
     """
     numbers = critical_numbers(timeline)

@@ -28,7 +28,7 @@ class NumberedSchedule:
 
     operations: Sequence[Operation]
     bounds: Sequence[int]  # operations of device d: bounds[d] to bounds[d + 1] - 1
-    step_keys: Sequence[_StepKey]  # the kinds of steps, each once; the slice is that of the operation
+    step_keys: Sequence[_StepKey]  # the kinds of steps, each once; the slice is the operation's
     step_of: Sequence[int]  # per operation: the place of its kind in ``step_keys``
     waits: Sequence[tuple[int, ...]]  # per operation: those whose messages or all-reduces must have ended
     recomputed_inside: Mapping[int, int]  # see the function
@@ -39,7 +39,7 @@ class NumberedSchedule:
 class InputMessage:
     """What a forward of stage 0 sends to another device, of the inputs that it has read for a stage there."""
 
-    number: int  # number of its arrival, after those of all operations
+    number: int  # number of its arrival, after the numbers of all operations
     target: int  # stage
     time: float
     link: int
@@ -53,7 +53,7 @@ class DeviceWork:
     numbered: NumberedSchedule
     steps: list[Step]
     inputs: Mapping[int, Sequence[InputMessage]]  # forward of stage 0 -> the messages that follow its activations
-    waits: Sequence[tuple[int, ...]]  # those of ``numbered``, and the arrivals of messages of inputs
+    waits: Sequence[tuple[int, ...]]  # the waits of ``numbered``, and the arrivals of messages of inputs
     links: dict[tuple[int, int], int]  # (sending, receiving device) -> number of the link
     receive: list[float]  # per operation: time that receiving takes on its device; empty if messages overlap compute
 

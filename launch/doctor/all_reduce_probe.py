@@ -50,7 +50,7 @@ class AllReduce:
 
 
 def all_reduce(ranks: int, *, device: str, node: NodeRanks | None = None) -> AllReduce:
-    """The result of ``ranks`` ranks, which meet as the ranks of a trial do; the rates are those of the first rank.
+    """The result of ``ranks`` ranks, which meet as the ranks of a trial do; the rates are the first rank's.
 
     All of them run here, unless ``node`` has those that run on this node.
     """

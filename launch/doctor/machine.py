@@ -89,7 +89,7 @@ class Machine:
     gpus: list[GpuReport]
     usable_gpus: int  # number of GPUs that torch can use
     interfaces: list[str]
-    variables: dict[str, str]  # values of those of VARIABLES that are set
+    variables: dict[str, str]  # values of VARIABLES, as far as they are set
 
     @property
     def devices(self) -> str:

@@ -132,7 +132,7 @@ class _Others:
     limit_s: float  # time for all of their reports
 
     def outcome(self, ours: Outcome) -> Outcome:
-        """The outcome of all nodes, given that of this one; only the first node gets it, the others report to it."""
+        """The outcome of all nodes, given this node's; only the first node gets it, the others report to it."""
         failure = None
         if ours.status is not Status.OK:
             assert ours.ending is not None

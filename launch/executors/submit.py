@@ -56,7 +56,7 @@ class Submission:
 
     @property
     def recipe(self) -> LoadedRecipe:
-        """The recipe of the first trial; those of the others ask SLURM for the same."""
+        """The recipe of the first trial; the other trials' recipes ask SLURM for the same."""
         return self.trials[0].recipe
 
     @property

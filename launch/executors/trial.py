@@ -103,8 +103,8 @@ def measure(
 ) -> Measurement:
     """The measurement of a run of ``plan``: the recipe's warm-up and measured iterations, or the whole ``training``.
 
-    All ranks run on this machine, or only those of ``node``, and ``of_all`` turns their outcome into that of all
-    nodes. ``folder`` is private, and may have copies of captured programs; ``captures`` are those that this process
+    All ranks run on this machine, or only the ranks of ``node``, and ``of_all`` turns their outcome into the outcome of
+    all nodes. ``folder`` is private, and may have copies of captured programs; ``captures`` are those that this process
     has already. ``on_report`` receives each iteration of a training.
     """
     values = recipe.values
@@ -197,7 +197,7 @@ def _communication(
 
 
 def is_whole(recipe: LoadedRecipe, measurement: Measurement) -> bool:
-    """Whether ``measurement`` is that of a training that has reached its last iteration."""
+    """Whether ``measurement`` belongs to a training that has reached its last iteration."""
     done = measurement.first_iteration + len(measurement.iteration_s)
     return measurement.status is Status.OK and done >= recipe.values.training.iterations
 

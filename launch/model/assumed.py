@@ -87,7 +87,7 @@ def assumed_records(recipe: LoadedRecipe, measured_in: str) -> list[dict[str, An
 
 
 def places_assumed(recipe: LoadedRecipe, model: CostModel, ranked: Sequence[Ranked]) -> frozenset[int]:
-    """The places of those of the ``SHOWN`` best plans whose order the assumed links decide.
+    """The places, among the ``SHOWN`` best plans, of plans whose order the assumed links decide.
 
     A plan counts if it is slower than the next one, or faster than the one before, once the assumed links have one of
     ``FACTORS`` of their bandwidth. If there is none, these plans keep their order.

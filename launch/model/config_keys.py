@@ -44,7 +44,7 @@ def keys_of(config_class: type[Any]) -> set[str]:
 def undeclared_keys(config_class: type[Any]) -> set[str]:
     """Further keys that have an effect: those that the class sets, keys of generation, and those that the code reads.
 
-    The code is that of the class and of the models beside it, as in ``getattr(config, "head_dim", …)``.
+    It is the code of the class and of the models beside it, as in ``getattr(config, "head_dim", …)``.
     """
     import transformers
 

@@ -61,7 +61,7 @@ Kind = tuple[dict[str, torch.Tensor], str, Callable[[Path], object], str]
 def _kind(recipe: LoadedRecipe, model: nn.Module) -> Kind:
     """The tensors to write by their names in the files, a pattern of the files' names, what else to write, and a word.
 
-    The tensors are those of ``model``, on the meta device.
+    The tensors are ``model``'s, on the meta device.
     """
     from peft import PeftModel, get_peft_model_state_dict
     from transformers import PreTrainedModel

@@ -1,4 +1,4 @@
-"""The Graphs that planning commands work on: the model's, with their split weights, and those of shards and slices.
+"""The Graphs that planning commands work on: the model's, with their split weights, and Graphs of shards and slices.
 
 They are loaded from the cache, or made and stored there.
 """
@@ -48,7 +48,7 @@ class PlanningModel:
 
     A Graph that the cache holds is not captured again, unless ``fresh`` is set, and torch is then never imported. Other
     Graphs are captured in ``process`` if there is one, else in this process; for a GPU, always in another process.
-    Costs are those of the runtime, or, if ``predicted`` is set, of the system that the recipe's ``prediction`` names.
+    Costs are for the runtime or, if ``predicted`` is set, for the system that the recipe's ``prediction`` names.
     """
 
     def __init__(

@@ -102,7 +102,7 @@ def predict_plans(
     """The predictions for ``plans``, which are about to run.
 
     There are none where nothing is known about the devices: the recipe names no accelerator, and no profile fits. Nor
-    are there any for emulated devices, whose times are not those of the cluster.
+    are there any for emulated devices, whose times are not the cluster's.
     """
     none = PlanPredictions({}, "")
     if emulation(recipe.values) is not None:

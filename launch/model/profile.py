@@ -105,7 +105,7 @@ def _fitting(recipe: LoadedRecipe, file: Path, fingerprint: Callable[[int], str]
 
 
 def micro_batch_sizes(recipe: LoadedRecipe) -> list[int]:
-    """The micro-batch sizes to measure: those of the recipe's search and plan, and powers of 2 up to the largest."""
+    """The micro-batch sizes to measure: sizes of the recipe's search and plan, and powers of 2 up to the largest."""
     values = recipe.values
     batch, searched = values.training.global_batch, values.search.micro_batch_size
     sizes: set[int] = set() if searched == AUTO else {size for size in searched if size <= batch}

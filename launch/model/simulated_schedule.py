@@ -55,7 +55,7 @@ def timeline_of(name: str, request: ScheduleRequest) -> Timeline:
 def timelines_of(names: Sequence[str], request: ScheduleRequest) -> list[Timeline]:
     """The simulations of several schedules; a name may add options, as in ``chimera:scale=doubling:pipes=4``.
 
-    Each schedule gets those of the request's options that it takes; raises InputError for an option that none takes.
+    Each schedule gets the options of the request that it takes; raises InputError for an option that none takes.
     """
     asked = [parse_schedule(name, where="--compare", example="chimera:scale=doubling") for name in names]
     for option in request.options:

@@ -69,7 +69,7 @@ class PartitionFigures:
     balance: float  # balance of FLOPs
     time_balance: float
     candidates: int  # candidate stages that the method compared, if it is RaNNC
-    measured_candidates: int  # those of them that were run whole
+    measured_candidates: int  # candidates that were run whole
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ def partition_model(
     fresh: bool,
     equal_slices: bool,
 ) -> PartitionedModel:
-    """Cut the recipe's model by ``method``; costs are those of the slowest device of the recipe's cluster.
+    """Cut the recipe's model by ``method``; costs are for the slowest device of the recipe's cluster.
 
-    Times are measured where there is a profile, as those of `auto3d plan` are, else estimated.
+    Times are measured where there is a profile, as in `auto3d plan`, else estimated.
     ``memory_gib`` replaces the memory of the cluster's devices. With ``equal_slices`` the replicas of each stage get
     equally many samples, as a plan requires.
     """
@@ -180,7 +180,7 @@ def costs_on(
 ) -> Callable[[Graph], PartitionCosts]:
     """A function that gives the costs of a Graph's operations on the slowest kind of device of ``machine``.
 
-    The memory is that of the device with the least. The link is the slowest among the first ``stages`` devices or,
+    The memory is the smallest of any device. The link is the slowest among the first ``stages`` devices or,
     if ``stages`` is None, inside a node. With ``profile``, times are those measured between the bounds of subgraphs
     that ``bounds_of`` gives.
     """

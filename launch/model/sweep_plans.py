@@ -40,7 +40,7 @@ def plans_of_sweep(
 ) -> SweepPlans:
     """The plans that a sweep of ``recipe`` runs; raises RecipeError if none can run.
 
-    They are all plans of the search space or, if there are more than search.max_trials, those of the candidates
+    They are all plans of the search space or, if there are more than search.max_trials, the plans of the candidates
     ``before`` and then the fastest by prediction. ``graph_at`` and ``model`` give the Graphs, and what follows from
     them; what they do not know is captured in ``process``, if there is one.
     """
@@ -60,7 +60,7 @@ def _listed(
     model: PlanningModel,
     before: Sequence[Candidate],
 ) -> SweepPlans:
-    """Every plan of ``domain``; of too many, those of ``before``, and then the fastest if auto3d ran them."""
+    """Every plan of ``domain``; of too many, the plans of ``before``, and then the fastest if auto3d ran them."""
     check_rules(recipe, domain, model)
     maker = runnable_maker(recipe, graph_at, model)
     listed = list(list_candidates(domain, maker))

@@ -29,7 +29,7 @@ def log_communication(
 ) -> list[list[CommunicationCalls]]:
     """The calls of each rank per iteration, from the log of the DeepSpeed engine ``plan.engine``.
 
-    The arguments are those of ``train_by_peer``; the log covers the iterations from number ``first`` on.
+    The arguments are as in ``train_by_peer``; the log covers the iterations from number ``first`` on.
     """
     with naming_this_rank():
         rank, build = join_as_peer(captured, plan, settings, data, world, state=state)

@@ -33,7 +33,7 @@ class PeerRank:
     settings: TrainingSettings
     data: DataSettings
     device: torch.device
-    state: Mapping[str, torch.Tensor] | None  # initial weights; None: those of the plan's seed
+    state: Mapping[str, torch.Tensor] | None  # initial weights; None: what the plan's seed draws
 
     @property
     def pipeline(self) -> int:

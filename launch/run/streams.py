@@ -8,7 +8,7 @@ from contextlib import contextmanager, redirect_stdout
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Send standard output to standard error, also that of libraries and child processes of the user code."""
+    """Send standard output to standard error, also the output of libraries and child processes of the user code."""
     sys.stdout.flush()
     saved = os.dup(1)
     os.dup2(2, 1)

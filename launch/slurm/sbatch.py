@@ -114,7 +114,7 @@ def parameters(recipe: LoadedRecipe, *, nodes: int, name: str, training: bool) -
     # preempted before its handler is installed, and SLURM requeues only jobs that it ends itself.
     warning_s = math.ceil(launch.warning_s) if training else 1
     additional = {"requeue": True, "signal": f"{WARNING.name.removeprefix('SIG')}@{warning_s}"}
-    if gpus:  # fill one node after the other, and the cores of one socket before those of the next
+    if gpus:  # fill one node after the other, and the cores of one socket before the next socket's
         additional["distribution"] = "block:block"
     if (reservation := options.pop("reservation", None)) is not None:
         additional["reservation"] = reservation

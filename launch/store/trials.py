@@ -76,7 +76,7 @@ class SweepRecord:
     left_out: int  # number of candidates beyond search.max_trials
     predicted_s: dict[str, float] = field(default_factory=dict)  # name of a trial -> predicted seconds per iteration
     predicted_on: str = ""  # the basis of these predictions
-    profiled: bool = True  # whether these predictions rest on a profile, or their times are not those of devices
+    profiled: bool = True  # whether these predictions rest on a profile, or their times are not times of devices
     candidates: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name of a trial -> the Candidate of its plan, by field, and the ``planner`` of search.planners, if any."""
     rows: dict[str, list[str]] = field(default_factory=dict)  # of several recipes: settings_digest() -> trials

@@ -85,7 +85,7 @@ class PublishedRun:
 class MeasuredSet:
     """Published runs of one source."""
 
-    name: str  # also that of its recipe in recipes/published/
+    name: str  # also the name of its recipe in recipes/published/
     title: str
     file: str  # in recipes/published/data/
     source: str
@@ -102,7 +102,7 @@ class MeasuredSet:
 
 
 def equal_devices_and_batch(row: Mapping[str, str]) -> tuple[str, str]:
-    """The group of a run among those of one model: as many devices, and the same global batch."""
+    """The group of a run among the runs of one model: as many devices, and the same global batch."""
     gpus = whole(row, "tp") * whole(row, "dp") * whole(row, "pp")
     return f"gpus={gpus}", f"batch={row['training.global_batch']}"
 

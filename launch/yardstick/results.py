@@ -71,7 +71,7 @@ def predictors() -> dict[str, Predictor]:
 def score_set(measured: MeasuredSet, chosen: Sequence[Predictor], tell: Callable[[str], None]) -> ScoredSet:
     """Have each of ``chosen`` predict all runs of ``measured``; ``tell`` shows a line of progress.
 
-    Profiles of this machine do not count: the figures are those of the recipe.
+    Profiles of this machine do not count: the figures are the recipe's.
     """
     recipe = load(str(RECIPES / "published" / f"{measured.name}.yaml"), ["prediction.profile=none"])
     renamed = recipe.values.prediction.columns

@@ -123,7 +123,7 @@ def ranks(values: Sequence[float]) -> list[float]:
 
 
 def regret(group: Sequence[Pair]) -> float | None:
-    """Measured time of the run that the predictor calls fastest, over that of the fastest, minus 1.
+    """Measured time of the run that the predictor calls fastest, over the fastest run's, minus 1.
 
     All runs of the group have a measured time; of equal predictions the first counts. None without a choice.
     """

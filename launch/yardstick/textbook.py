@@ -87,9 +87,9 @@ def _ring_s(case: Case) -> float:
 def _memory(case: Case) -> float:
     """Peak bytes of the first stage.
 
-    A parameter takes 2 bytes for its weight, those of its gradient and 12 for Adam and the master weight, which ZeRO-1
-    divides by dp. A layer keeps s b h (34 + 5 a s / h) bytes for each micro-batch in flight, of which there are pp
-    (Korthikanti et al. 2022); without the attention weights if attention is fused; 2 s b h under full recomputation.
+    A parameter takes 2 bytes for its weight, the bytes of its gradient and 12 for Adam and the master weight, which
+    ZeRO-1 divides by dp. A layer keeps s b h (34 + 5 a s / h) bytes for each micro-batch in flight, of which there are
+    pp (Korthikanti et al. 2022); without the attention weights if attention is fused; 2 s b h under full recomputation.
     """
     sizes = case.sizes
     state = BYTES[case.precision] + BYTES[case.sync_precision] + (ADAM / case.dp if case.zero else ADAM)

@@ -2,7 +2,7 @@
 
 A trace has one row per operation of one rank per pipeline stage and data-parallel copy: ``step``, ``dp_rank``,
 ``stage``, ``optype``, ``seq_id`` (the number among the rank's operations of that type) and ``start_ts`` and
-``duration`` in seconds, as in the straggler analysis of Lin et al. (OSDI 2025). The steps are those of Megatron-LM
+``duration`` in seconds, as in the straggler analysis of Lin et al. (OSDI 2025). The steps are Megatron-LM's
 under 1F1B without interleaving:
 
     params-all-gather, forward-compute and backward-compute with their sends and receives, layernorm-grads-all-reduce,

@@ -29,7 +29,7 @@ class MomentCounts:
         self.key_of = np.array([self.distinct.index(key) for key in self.keys])
 
     def of_stage(self, place: int) -> Counts[np.ndarray]:
-        """[moments]: the counts of the stage at ``place`` among those of the device."""
+        """[moments]: the counts of the stage at ``place``, which are among the device's."""
         return Counts(*self.counts[:, place * len(COLUMN) : (place + 1) * len(COLUMN)].T)
 
 
@@ -80,7 +80,7 @@ class DeviceNeeds:
         return peak
 
     def quiet(self) -> np.ndarray:
-        """[moments]: bytes without those of the operations that run."""
+        """[moments]: bytes without the needs of the operations that run."""
         return self.idle + self.moments.counts @ self.per_count.ravel()
 
     def totals(self) -> np.ndarray:

@@ -57,7 +57,7 @@ class _Parts(NamedTuple):
     dropped: tuple[Span, ...]  # operations that run again
     block: Span | None  # the last of the recomputed blocks, if each is recomputed by itself
     block_inputs: float  # bytes of the inputs of the recomputed blocks
-    divisor: int  # all bytes are divided by it, since they are those of more samples
+    divisor: int  # all bytes are divided by it, since they are bytes of more samples
 
 
 class OwnStages:
