@@ -12,7 +12,7 @@ from math import ceil, inf, log2
 import numpy as np
 
 from auto3d.cluster import Cluster, CollectiveTimes, Link, NodeCollectives
-from auto3d.tensor.conversions import Collective
+from auto3d.conversions import Collective
 
 MOST_LATENCY = 4  # a measured collective spends at least a quarter of its time on transfers
 

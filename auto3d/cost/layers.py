@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from auto3d.cluster import Accelerator
+from auto3d.conversions import Collective
 from auto3d.cost.tensors import tensors_of_layers
 from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.work import ALIGNED, PRECISION_BYTES, TensorExchange, Work, repeated_range
 from auto3d.errors import InputError
-from auto3d.tensor.conversions import Collective
 
 BACKWARD_TRAFFIC = 1.75  # traffic of the backward over the forward's, for the operations of a transformer block
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 import numpy as np
 
 from auto3d.cluster import Cluster
+from auto3d.conversions import Collective
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic, Route
 from auto3d.cost.training_options import TrainingOptions
@@ -13,7 +14,6 @@ from auto3d.plan import Plan
 from auto3d.schedule.shape import Shape, has_one_reader, shares_of
 from auto3d.share import Share, share_of
 from auto3d.simulate.costs import MessageCost
-from auto3d.tensor.conversions import Collective
 
 
 class StageMessages:

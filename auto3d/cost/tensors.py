@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from auto3d.capture.graph import Graph, GraphNode
-from auto3d.tensor.conversions import conversion_of
+from auto3d.conversions import conversion_of
 
 Span = tuple[int, int]  # positions of operations: the first, and the one after the last
 WITH_EARLIER = "auto3d.with_earlier.default"  # joins the keys or the values of all slices so far

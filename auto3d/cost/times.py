@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from auto3d.cluster import Accelerator
+from auto3d.conversions import Collective
 from auto3d.cost.work import ALIGNED, Work
 from auto3d.share import Share
-from auto3d.tensor.conversions import Collective
 
 # Megatron-LM's fused softmax needs a number of matrices per rank that divides by 4. Otherwise four more kernels run:
 # the casts to and from 32 bits, the scale and the mask (is_kernel_available in its fused_softmax.py).

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from auto3d.cluster import Accelerator
+from auto3d.conversions import Collective
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.parameters import parameters_of
 from auto3d.cost.placed import PlacedTraffic
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.plan import Plan, StagePlan
-from auto3d.tensor.conversions import Collective
 
 
 def update_s(

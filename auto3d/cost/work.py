@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from auto3d.capture.graph import Graph, GraphNode
+from auto3d.conversions import Collective, Conversion, conversion_of
 from auto3d.cost.system_bytes import norms_of, system_bytes
 from auto3d.cost.system_times import OWN
 from auto3d.cost.systems import System
@@ -23,7 +24,6 @@ from auto3d.cost.tensors import WITH_EARLIER, Tensors, tensors_of
 from auto3d.derived.local_graph import LocalGraph
 from auto3d.partition.stage import crossing_bytes, input_users
 from auto3d.share import Share
-from auto3d.tensor.conversions import Collective, Conversion, conversion_of
 
 PRECISION_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ELEMENT_BYTES = 4  # a number in float32

@@ -10,8 +10,9 @@ from math import prod
 from torch import fx
 
 from auto3d.capture.nodes import args_of
+from auto3d.conversions import Collective, conversion_of
 from auto3d.derived.model import Derived
-from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY, Collective, conversion_of
+from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY
 from auto3d.tensor.rules import RULES
 from auto3d.tensor.ways import OperationWays, operations_of
 from auto3d.tensor_placement import PlacementKind, Split

@@ -20,11 +20,12 @@ from auto3d.capture.alike import DerivedCalls
 from auto3d.capture.describe import describe, is_random
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.nodes import args_of
+from auto3d.conversions import conversion_of
 from auto3d.derived.dropout_mask import DROPOUT_MASK, mask_arguments
 from auto3d.derived.model import Derived
 from auto3d.garbage import garbage_collection_paused
 from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, PlanError
-from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING, conversion_of, split_of
+from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING, split_of
 from auto3d.tensor.operations import calls_of
 from auto3d.tensor.rules import rule_of
 from auto3d.tensor.rules.call import Axis, Call, Rule, Way

@@ -10,8 +10,9 @@ from torch import fx
 from auto3d.capture.alike import DerivedCalls
 from auto3d.capture.describe import is_random
 from auto3d.capture.export import ExportedModel
+from auto3d.conversions import CONVERSION_BETWEEN
 from auto3d.plan import PlanError
-from auto3d.tensor.collectives import CONVERSION_BETWEEN, operator_of
+from auto3d.tensor.collectives import operator_of
 from auto3d.tensor.derivation import Converted, Decision, Derivation
 from auto3d.tensor.rules.call import Inner
 from auto3d.tensor.ways import OperationWays

@@ -14,8 +14,8 @@ from torch import fx
 
 from auto3d.capture.graph import Graph, GraphNode
 from auto3d.capture.model import CapturedModel
+from auto3d.conversions import Collective, conversion_of
 from auto3d.partition.segment import Segment
-from auto3d.tensor.collectives import Collective, conversion_of
 
 
 @dataclass(frozen=True, kw_only=True)

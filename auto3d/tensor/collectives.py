@@ -25,19 +25,10 @@ from typing import Any
 
 import torch
 
-from auto3d.tensor.conversions import CONVERSIONS, Conversion
-from auto3d.tensor.conversions import Collective as Collective  # users of the operators find it here
+from auto3d.conversions import CONVERSIONS, Conversion
 from auto3d.tensor_placement import PlacementKind, Split
 
 _LIBRARY = torch.library.Library("auto3d", "DEF")
-
-CONVERSION_BETWEEN = {(each.source, each.target): each for each in CONVERSIONS.values()}
-
-
-def conversion_of(target: Any) -> Conversion | None:
-    """The conversion that the operator ``target``, or the operator of this name, does; None if it does none."""
-    namespace, _, name = str(target).removesuffix(".default").partition(".")
-    return CONVERSIONS.get(name) if namespace == "auto3d" else None
 
 
 def split_of(args: Sequence[Any]) -> Split | None:

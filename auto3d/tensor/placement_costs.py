@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from auto3d.capture.model import CapturedModel
+from auto3d.conversions import CONVERSION_BETWEEN, Collective, Conversion
 from auto3d.share import Share
-from auto3d.tensor.collectives import CONVERSION_BETWEEN, Collective, Conversion
 from auto3d.tensor.operations import ProgramOperation, analysed, has_gradient
 from auto3d.tensor.rules.call import Way
 from auto3d.tensor_placement import PlacementKind, Split, TensorPlacement

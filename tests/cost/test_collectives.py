@@ -7,11 +7,11 @@ from random import Random
 import pytest
 
 from auto3d.cluster import Accelerator, BusBandwidths, Cluster, ClusterError, Link, Node
+from auto3d.conversions import Collective
 from auto3d.cost.collectives import AmpTraffic, Traffic, amp_all_reduce_s, rabenseifner_all_reduce_s, ring_s, tree_s
 from auto3d.cost.placed import PlacedTraffic
 from auto3d.mesh import PIPELINE, REPLICA, TENSOR, Mesh
 from auto3d.resplit import pieces
-from auto3d.tensor.conversions import Collective
 
 LINK = Link(latency_s=0.5, bandwidth=10.0)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import Accelerator, Cluster, Link, Node, place_ranks
+from auto3d.conversions import Collective
 from auto3d.cost.collectives import Traffic, ring_s
 from auto3d.cost.layers import Layer, work_of_layers
 from auto3d.cost.model import CostModel
@@ -26,7 +27,6 @@ from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between
 from auto3d.share import Share
-from auto3d.tensor.conversions import Collective
 from auto3d.tensor_placement import Split
 from tests.cost.test_model import gpt2, tokens
 from tests.models import FEATURES, captured

@@ -16,11 +16,11 @@ from transformers import (
 )
 
 from auto3d.capture.model import capture
+from auto3d.conversions import Collective
 from auto3d.derived.explain import BACKWARD, FORWARD, exchanges, explain
 from auto3d.derived.shards import tensor_parallel
 from auto3d.runtime.verify.shards import check_shards
 from auto3d.share import Share
-from auto3d.tensor.collectives import Collective
 from auto3d.tensor.derive import derive
 from tests.models import IMAGES, TEXT, captured, resnet_of_transformers
 from tests.soak import soak

@@ -13,10 +13,11 @@ from torch import fx
 from transformers.integrations import moe  # noqa: F401  it registers grouped_mm_fallback
 
 from auto3d.capture.shard import Shard, joined
+from auto3d.conversions import conversion_of
 from auto3d.derived.slice_operators import WITH_EARLIER
 from auto3d.runtime.messages.tensor_group import ConversionModule, VocabularyCrossEntropy, VocabularyEmbedding
 from auto3d.runtime.verify.lockstep import Lockstep, LockstepGroup
-from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING, conversion_of, split_of
+from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING, split_of
 from auto3d.tensor.operations import calls_of
 from auto3d.tensor.rules import RULES, slices
 from auto3d.tensor.rules.call import Call, Inner, Rule, Way

@@ -5,10 +5,10 @@ from typing import Protocol
 
 import torch
 
+from auto3d.conversions import Collective
 from auto3d.cost.work import TensorExchange
 from auto3d.runtime.emulated.device_clock import DeviceClock
 from auto3d.runtime.messages.tensor_group import Pending, TensorGroup
-from auto3d.tensor.conversions import Collective
 
 PIECE_BYTES = 2**24  # largest buffer of one collective: all buffers of a large model would not fit in memory at once
 _WHAT = "an emulated operation"

@@ -14,20 +14,14 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from auto3d.capture.shard import Shard, joined
+from auto3d.conversions import Collective, Conversion, conversion_of
 from auto3d.derived.model import Derived
 from auto3d.runtime.messages.even_split import even_split
 from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.stage.fast_calls import apply_of
 from auto3d.runtime.waiting import waiting_for
-from auto3d.tensor.collectives import (
-    VOCABULARY_CROSS_ENTROPY,
-    VOCABULARY_EMBEDDING,
-    Collective,
-    Conversion,
-    conversion_of,
-    split_of,
-)
+from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING, split_of
 from auto3d.tensor_placement import PlacementKind, Split
 
 _MEAN, _SUM = 1, 2  # torch's numbers of reductions; 0 is none

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from auto3d.cluster import CollectiveTimes, NodeCollectives
+from auto3d.conversions import Collective
 from auto3d.cost.profile import MessageTimes
 from auto3d.runtime.clock import Clock, clock_of
 from auto3d.runtime.messages.tensor_group import ProcessTensorGroup
 from auto3d.runtime.process.world import World, connect, new_group
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import waiting_for
-from auto3d.tensor.conversions import Collective
 
 MESSAGE_SIZES = tuple(4**power for power in range(5, 13))  # bytes: 1 KiB to 16 MiB
 ALL_REDUCE_SIZES = (

@@ -17,6 +17,7 @@ from torch import nn
 
 from auto3d.capture.shard import Shard
 from auto3d.cluster import NodeCollectives
+from auto3d.conversions import Collective
 from auto3d.cost.profile import CandidateTimes, MessageTimes, ModelTimes, SumTimes
 from auto3d.cost.work import exchanges_of
 from auto3d.data import Batches, DataSettings
@@ -41,7 +42,6 @@ from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import start_rank
 from auto3d.runtime.weights.materialize import materialize
-from auto3d.tensor.conversions import Collective
 
 ROUNDS = 5  # rounds of measurements; the fastest counts, because other programs on the machine only add time
 STAGE_ROUNDS = 2  # rounds of measurements of whole stages, which are many and take longer

@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.graph import _BoxedCodeGen
 
 from auto3d.capture.nodes import args_of
+from auto3d.conversions import conversion_of
 from auto3d.partition.segment import Segment
 from auto3d.partition.turns import Handover, Turn, turns, values_with_gradient
 from auto3d.runtime.messages.tensor_group import Action, Pending, TensorParallelRank, backward_action, forward_action
@@ -26,7 +27,7 @@ from auto3d.runtime.stage.program import ProgramOfStage
 from auto3d.runtime.stage.saved_activations import no_saved_activations
 from auto3d.runtime.stage.segment_computation import ProgramOf
 from auto3d.runtime.stage.target_counts import TargetCounts
-from auto3d.tensor.collectives import conversion_of, split_of
+from auto3d.tensor.collectives import split_of
 
 
 class _Values:

@@ -16,6 +16,7 @@ from torch import fx, nn
 from auto3d.capture.held import buffers_of, moved
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.shard import Shard, joined
+from auto3d.conversions import CONVERSION_BETWEEN, conversion_of
 from auto3d.data import DataSettings
 from auto3d.derived.dropout_mask import DROPOUT_MASK
 from auto3d.derived.model import Derived
@@ -34,7 +35,7 @@ from auto3d.runtime.verify.eager import (
 )
 from auto3d.runtime.verify.lockstep import Lockstep, LockstepGroup
 from auto3d.runtime.verify.slices import run_slices, run_whole
-from auto3d.tensor.collectives import CONVERSION_BETWEEN, conversion_of, split_of
+from auto3d.tensor.collectives import split_of
 from auto3d.tensor_placement import WHOLE, PlacementKind, TensorPlacement
 
 _MAGNIFIED = 100  # times the bound: what rounding may reach before losses are others than one process has

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import fx
 
 from auto3d.capture.nodes import args_of, operands_of
+from auto3d.conversions import conversion_of
 from auto3d.derived.model import Derived
 from auto3d.derived.of_share import derived
 from auto3d.partition.stage import cut
@@ -17,7 +18,7 @@ from auto3d.runtime.rank import programs_of
 from auto3d.runtime.replicas import rank_program
 from auto3d.schedule.program import GradientSum, LossSum
 from auto3d.share import share_of
-from auto3d.tensor.collectives import conversion_of, split_of
+from auto3d.tensor.collectives import split_of
 from auto3d.tensor.operations import has_gradient
 from auto3d.tensor.rules.call import Way
 from auto3d.tensor.ways import operations_of

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from auto3d.cluster import place_ranks
+from auto3d.conversions import Collective, conversion_of
 from auto3d.cost.sub_pipelined import sub_pipelined_s
 from auto3d.cost.work import TensorExchange
 from auto3d.data import Batches
@@ -30,8 +31,6 @@ from auto3d.runtime.stage.program import ProgramOfStage
 from auto3d.schedule import build_schedule
 from auto3d.schedule.operation import Kind
 from auto3d.share import Share
-from auto3d.tensor.collectives import conversion_of
-from auto3d.tensor.conversions import Collective
 from tests.models import MODELS, captured
 
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from auto3d.capture.shard import Shard, joined
+from auto3d.conversions import CONVERSIONS, Conversion
 from auto3d.runtime.messages.even_split import even_split
 from auto3d.runtime.messages.tensor_group import ConversionModule, VocabularyCrossEntropy, VocabularyEmbedding
 from auto3d.runtime.verify.lockstep import Lockstep
-from auto3d.tensor.collectives import CONVERSIONS, Conversion
 from auto3d.tensor_placement import PlacementKind as Kind
 from auto3d.tensor_placement import Split
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from auto3d.conversions import conversion_of
 from auto3d.plan import SUB_PIPELINED
 from auto3d.runtime.layout import PlanLayout, lay_out_plan
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.verify import spec
 from auto3d.runtime.verify.spec import SPEC
 from auto3d.schedule import samples_at_once
-from auto3d.tensor.collectives import conversion_of
 from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE
 from tests.distributed.parity import make_plan
 from tests.distributed.test_uneven import make_plan as make_uneven_plan

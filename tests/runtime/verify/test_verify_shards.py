@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from auto3d.capture.model import capture
+from auto3d.conversions import CONVERSIONS
 from auto3d.derived import halves
 from auto3d.derived.halves import sub_pipelined
 from auto3d.derived.model import Derived
@@ -19,7 +20,7 @@ from auto3d.derived.shards import tensor_parallel
 from auto3d.runtime.verify import shards as verify_shards
 from auto3d.runtime.verify.shards import ShardsDifferError, check_shards
 from auto3d.share import Share
-from auto3d.tensor.collectives import CONVERSIONS, operator_of
+from auto3d.tensor.collectives import operator_of
 from tests.models import FEATURES, TRAINED, InputField, captured
 from tests.soak import soak
 

@@ -1,7 +1,8 @@
-"""The conversions between placements, and what the ranks exchange in each, for code that does without torch."""
+"""The conversions between placements, and what the ranks exchange in each."""
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from auto3d.tensor_placement import PlacementKind
 
@@ -48,7 +49,11 @@ CONVERSIONS = {
 }
 
 
-def conversion_of(operator: str) -> Conversion | None:
-    """The conversion that an operator of a Graph does, such as auto3d.reduce.default, if it does one."""
-    namespace, _, name = operator.removesuffix(".default").partition(".")
+CONVERSION_BETWEEN = {(each.source, each.target): each for each in CONVERSIONS.values()}
+
+
+def conversion_of(operator: Any) -> Conversion | None:
+    """The conversion that an operator of torch, or of this name, does, such as auto3d.reduce.default; None: it does
+    none."""
+    namespace, _, name = str(operator).removesuffix(".default").partition(".")
     return CONVERSIONS.get(name) if namespace == "auto3d" else None
