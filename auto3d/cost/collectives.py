@@ -39,8 +39,9 @@ class GroupLink:
     def seconds(self, collective: Collective, size: float) -> float:
         """Seconds of a collective on ``size`` bytes, of the whole tensor.
 
-        An all-reduce takes the faster of a ring and a tree, as communication libraries choose. An all-gather or a
-        reduce-scatter takes half of one on a ring.
+        It takes its measured time where the group lies in one node that was measured. Else an all-reduce takes the
+        faster of a ring and a tree, as communication libraries choose, and an all-gather or a reduce-scatter half of
+        one on a ring; by a paper's formula, half of its all-reduce.
         """
         if self.ranks < 2 or not size:
             return 0.0
@@ -150,27 +151,9 @@ class Traffic:
                 latency, bandwidth = max(latency, outside.latency_s), min(bandwidth, of_group)
         return Link(latency_s=latency, bandwidth=bandwidth)
 
-    def all_reduce_s(self, group: Group, size: float) -> float:
-        """Seconds of an all-reduce; zero for a group of one.
-
-        The measured time where the group lies in one node that was measured; else the faster of a ring and a tree, as
-        communication libraries choose.
-        """
-        if len(group) < 2 or not size:
-            return 0.0
-        return self.group_link(group).seconds(Collective.ALL_REDUCE, size)
-
-    def collective_s(self, collective: Collective, group: Group, size: float) -> float:
-        """Seconds of an all-reduce, or of a half of it, reduce-scatter or all-gather, on ``size`` bytes; zero for a
-        single rank.
-
-        A half takes its measured time, or half the time of an all-reduce: on a ring, or as a paper's formula counts it.
-        """
-        if collective is Collective.ALL_REDUCE or len(group) < 2 or not size:
-            return self.all_reduce_s(group, size)
-        if type(self).all_reduce_s is not Traffic.all_reduce_s:
-            return self.all_reduce_s(group, size) / 2
-        return self.group_link(group).seconds(collective, size)
+    def seconds(self, collective: Collective, group: Group, size: float) -> float:
+        """Seconds of a collective of ``group`` on ``size`` bytes; zero for a single rank."""
+        return self.group_link(group).seconds(collective, size) if len(group) > 1 and size else 0.0
 
     def group_link(self, group: Group) -> GroupLink:
         """The link of ``group``, with the collectives that were measured on it."""
@@ -234,9 +217,12 @@ class AmpTraffic(Traffic):
 class ChimeraTraffic(Traffic):
     """Traffic as Chimera counts it (section 3.4): gradients are reduced by Rabenseifner's algorithm."""
 
-    def all_reduce_s(self, group: Group, size: float) -> float:
-        """Seconds of a gradient all-reduce; zero for a group of one."""
-        return rabenseifner_all_reduce_s(len(group), size, self.link(group)) if len(group) > 1 and size else 0.0
+    def seconds(self, collective: Collective, group: Group, size: float) -> float:
+        """The same by Rabenseifner's algorithm, of which a reduce-scatter or an all-gather is a half."""
+        if len(group) < 2 or not size:
+            return 0.0
+        whole = rabenseifner_all_reduce_s(len(group), size, self.link(group))
+        return whole if collective is Collective.ALL_REDUCE else whole / 2
 
 
 TRAFFIC: dict[str, type[Traffic]] = {"amp": AmpTraffic, "chimera": ChimeraTraffic}

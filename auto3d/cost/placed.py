@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from auto3d.cluster import Accelerator, Cluster, Link
+from auto3d.conversions import Collective
 from auto3d.cost.collectives import GroupLink, Traffic
 from auto3d.cost.message_links import MessageLinks, Sent, sent_between
 from auto3d.mesh import PIPELINE, TENSOR, Mesh
@@ -109,7 +110,7 @@ class PlacedTraffic:
             groups = [tuple(ranks[shard] for ranks in heads) for shard in range(self._tp)]
             self._tied[stages] = self._traffic(self._cluster, groups), groups[0]
         traffic, group = self._tied[stages]
-        return traffic.all_reduce_s(group, size)
+        return traffic.seconds(Collective.ALL_REDUCE, group, size)
 
     def accelerator(self, devices: Sequence[int], pipeline: int) -> Accelerator:
         """The slowest kind of accelerator among the pipeline devices ``devices`` of one pipeline."""

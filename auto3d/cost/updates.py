@@ -38,7 +38,7 @@ def update_s(
     if not plan.shard_optimizer:
         return whole + elements * each
     size = elements * training.weight_bytes
-    gather = traffic.sync.collective_s(Collective.ALL_GATHER, group, size)
+    gather = traffic.sync.seconds(Collective.ALL_GATHER, group, size)
     if training.times.hides_sharded_sums and gather:
         gather = _beside(gather, forward, work.tables_of(plan).first_parameters(stage.operations) / elements)
     return whole + elements / len(group) * each + gather
@@ -67,7 +67,7 @@ def syncs_s(
     tables = work.tables_of(plan)
     for number, stage in enumerate(plan.stages):
         elements = work.elements(plan, stage.operations)
-        whole = traffic.sync.collective_s(how, traffic.holders[number], elements * training.sync_bytes)
+        whole = traffic.sync.seconds(how, traffic.holders[number], elements * training.sync_bytes)
         hidden = training.times.hides_sharded_sums if plan.shard_optimizer else training.times.sync_in_backward
         if hidden and whole:
             whole = _beside(whole, backward[number], tables.first_parameters(stage.operations) / elements)

@@ -43,7 +43,7 @@ def test_amp_counts_each_hop_of_a_ring_and_shares_no_link():
     cluster = Cluster(nodes=nodes, device="cuda")
     groups = [(0, 1, 2, 3), (0, 2), (1, 3)]
     traffic = AmpTraffic(cluster, groups)
-    assert traffic.all_reduce_s(groups[0], 80) == pytest.approx(20.4)
+    assert traffic.seconds(Collective.ALL_REDUCE, groups[0], 80) == pytest.approx(20.4)
     assert traffic.group_link(groups[0]).seconds(Collective.ALL_GATHER, 80) == pytest.approx(10.2)
     assert traffic.message_s(0, 2, 100) == pytest.approx(1 + 10), "the link of node 0 is not shared"
     assert Traffic(cluster, groups).message_s(0, 2, 100) > 1 + 10
@@ -59,8 +59,8 @@ def test_ring_tree_and_rabenseifner():
 def test_a_ring_of_many_ranks_is_slower_than_a_tree_where_latency_rules():
     cluster = Cluster(nodes=(Node(devices=64, inside=LINK),), device="cuda")
     traffic = Traffic(cluster, [range(64)])
-    assert traffic.all_reduce_s(range(64), 1) == tree_s(64, 1, LINK) < ring_s(64, 1, LINK)
-    assert traffic.all_reduce_s(range(64), 1e6) == ring_s(64, 1e6, LINK) < tree_s(64, 1e6, LINK)
+    assert traffic.seconds(Collective.ALL_REDUCE, range(64), 1) == tree_s(64, 1, LINK) < ring_s(64, 1, LINK)
+    assert traffic.seconds(Collective.ALL_REDUCE, range(64), 1e6) == ring_s(64, 1e6, LINK) < tree_s(64, 1e6, LINK)
 
 
 @pytest.mark.parametrize(
