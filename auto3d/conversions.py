@@ -14,16 +14,29 @@ class Collective(Enum):
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
 
+    def __str__(self) -> str:
+        return self.value
+
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """One row of the table in tensor/collectives.py; None where the ranks exchange nothing."""
+    """One row of the table in tensor/collectives.py; None where the ranks exchange nothing.
+
+    Its ranks are a tensor-parallel group: the forward converts values, the backward their gradients. Or they are the
+    holders of a parameter, over which its gradient is partial: the forward sums the gradient, and the backward brings
+    back what its sum updates, the weight (``Plan.gradient_sum``).
+    """
 
     name: str
     source: PlacementKind
     target: PlacementKind
     forward: Collective | None
     backward: Collective | None
+
+    @property
+    def splits(self) -> bool:
+        """Whether each rank has a shard of the result."""
+        return self.target is PlacementKind.SPLIT
 
 
 _K, _C = PlacementKind, Collective

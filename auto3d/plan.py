@@ -12,6 +12,7 @@ from json import dumps
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from auto3d.conversions import CONVERSIONS, Conversion
 from auto3d.errors import InputError
 from auto3d.mesh import PIPELINE, REPLICA, TENSOR, Mesh
 from auto3d.tensor_placement import Split
@@ -117,6 +118,12 @@ class Plan:
     @property
     def ranks(self) -> int:
         return sum(len(ranks) for ranks in self.placement)
+
+    @property
+    def gradient_sum(self) -> Conversion:
+        """What the holders of a parameter do with its gradient. Under ZeRO-1 it is split among them, and so is what
+        follows from it: the optimizer's state and the update, after which the backward gathers the weight."""
+        return CONVERSIONS["reduce_scatter" if self.shard_optimizer else "reduce"]
 
     @cached_property
     def meshes(self) -> tuple[Mesh, ...]:

@@ -36,14 +36,14 @@ class GroupLink:
     hops: tuple[float, ...] = ()
     gather_bandwidth: float | None = None
 
-    def seconds(self, collective: Collective, size: float) -> float:
-        """Seconds of a collective on ``size`` bytes, of the whole tensor.
+    def seconds(self, collective: Collective | None, size: float) -> float:
+        """Seconds of a collective on ``size`` bytes, of the whole tensor; zero for none.
 
         It takes its measured time where the group lies in one node that was measured. Else an all-reduce takes the
         faster of a ring and a tree, as communication libraries choose, and an all-gather or a reduce-scatter half of
         one on a ring; by a paper's formula, half of its all-reduce.
         """
-        if self.ranks < 2 or not size:
+        if self.ranks < 2 or not size or collective is None:
             return 0.0
         if self.measured is not None:
             times: CollectiveTimes = getattr(self.measured, collective.name.lower())
@@ -151,8 +151,8 @@ class Traffic:
                 latency, bandwidth = max(latency, outside.latency_s), min(bandwidth, of_group)
         return Link(latency_s=latency, bandwidth=bandwidth)
 
-    def seconds(self, collective: Collective, group: Group, size: float) -> float:
-        """Seconds of a collective of ``group`` on ``size`` bytes; zero for a single rank."""
+    def seconds(self, collective: Collective | None, group: Group, size: float) -> float:
+        """Seconds of a collective of ``group`` on ``size`` bytes; zero for none, or for a single rank."""
         return self.group_link(group).seconds(collective, size) if len(group) > 1 and size else 0.0
 
     def group_link(self, group: Group) -> GroupLink:
@@ -217,9 +217,9 @@ class AmpTraffic(Traffic):
 class ChimeraTraffic(Traffic):
     """Traffic as Chimera counts it (section 3.4): gradients are reduced by Rabenseifner's algorithm."""
 
-    def seconds(self, collective: Collective, group: Group, size: float) -> float:
+    def seconds(self, collective: Collective | None, group: Group, size: float) -> float:
         """The same by Rabenseifner's algorithm, of which a reduce-scatter or an all-gather is a half."""
-        if len(group) < 2 or not size:
+        if len(group) < 2 or not size or collective is None:
             return 0.0
         whole = rabenseifner_all_reduce_s(len(group), size, self.link(group))
         return whole if collective is Collective.ALL_REDUCE else whole / 2

@@ -35,13 +35,10 @@ def update_s(
             flops = sum(training.update_flops(one.name, one.shape) for one in parameters)
             each += flops / (accelerator.peak_flops * accelerator.matrix_efficiency) / elements
     whole = elements * training.times.whole_update_bytes / bandwidth
-    if not plan.shard_optimizer:
-        return whole + elements * each
-    size = elements * training.weight_bytes
-    gather = traffic.sync.seconds(Collective.ALL_GATHER, group, size)
+    gather = traffic.sync.seconds(plan.gradient_sum.backward, group, elements * training.weight_bytes)
     if training.times.hides_sharded_sums and gather:
         gather = _beside(gather, forward, work.tables_of(plan).first_parameters(stage.operations) / elements)
-    return whole + elements / len(group) * each + gather
+    return whole + elements / (len(group) if plan.gradient_sum.splits else 1) * each + gather
 
 
 def _beside(collective: float, compute: float, exposed: float) -> float:
@@ -62,13 +59,14 @@ def syncs_s(
 
     ``backward`` has the seconds of each stage's backward of one micro-batch, which hides a sum that begins inside it.
     """
-    how = Collective.REDUCE_SCATTER if plan.shard_optimizer and training.times.reduce_shards else Collective.ALL_REDUCE
+    summed = plan.gradient_sum
+    how = summed.forward if training.times.reduce_shards else Collective.ALL_REDUCE
     seconds: list[float] = []
     tables = work.tables_of(plan)
     for number, stage in enumerate(plan.stages):
         elements = work.elements(plan, stage.operations)
         whole = traffic.sync.seconds(how, traffic.holders[number], elements * training.sync_bytes)
-        hidden = training.times.hides_sharded_sums if plan.shard_optimizer else training.times.sync_in_backward
+        hidden = training.times.hides_sharded_sums if summed.splits else training.times.sync_in_backward
         if hidden and whole:
             whole = _beside(whole, backward[number], tables.first_parameters(stage.operations) / elements)
         seconds.append(whole)

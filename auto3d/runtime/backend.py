@@ -102,7 +102,6 @@ class RealBackend:
                 private=[name for name in trained if name in private],
                 uncounted=layout.uncounted_parameters,
                 rules=layout.rules,
-                sharded=layout.plan.shard_optimizer,
                 device=self.device,
                 run_ahead=self.run_ahead,
             )

@@ -65,7 +65,7 @@ def _tensor_table(tensor: "Explanation", micro_batch_size: int) -> str:
     cells = [(f"{name} ({count})" if count > 1 else name, *rest) for (name, *rest), count in rows.items()]
     weights = tabulate(cells, ["weight", "shape", f"on {tensor.shards} ranks", "because"], disable_numparse=True)
     exchanges = [
-        (f"{each.phase}: {each.collective.value}", f"{each.count} of {each.bytes / 2**20:.4g} MiB in all")
+        (f"{each.phase}: {each.collective}", f"{each.count} of {each.bytes / 2**20:.4g} MiB in all")
         for each in tensor.exchanges
     ]
     shares = [

@@ -4,11 +4,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from time import sleep
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from auto3d.conversions import Collective
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.messages.gradient_sync import GradientSync
@@ -152,16 +154,16 @@ def test_a_reduce_scatter_sends_half_of_an_all_reduce(processes):
 
 
 def collectives(world, plan: Plan) -> list[str]:
-    """The gradient sums and gathers of an iteration, in order."""
+    """The collectives of gradients and weights in an iteration, in order, and "gather" where gathers begin."""
     settings = TrainingSettings(iterations=1, optimizer=SGD, timeout_s=60)
     join(world, device=CPU, timeout_s=60)
-    names = ("_what", "begin_gathers")
+    names = ("_begun", "begin_gathers")
     real = {name: getattr(GradientSync, name) for name in names}
     used: list[str] = []
 
-    def noting_sum(self: GradientSync, holders) -> str:
-        used.append(real["_what"](self, holders))
-        return used[-1]
+    def noting(self: GradientSync, collective: Collective, *others: Any) -> Any:
+        used.append(f"{collective}")
+        return real["_begun"](self, collective, *others)
 
     def noting_gather(self: GradientSync, stages: Iterable[int]) -> None:
         used.append("gather")
@@ -169,7 +171,7 @@ def collectives(world, plan: Plan) -> list[str]:
 
     try:
         rank = build_rank(captured("gpt2", samples_at_once(plan)), plan, settings, TEXT, world)
-        GradientSync._what, GradientSync.begin_gathers = noting_sum, noting_gather  # type: ignore[method-assign]
+        GradientSync._begun, GradientSync.begin_gathers = noting, noting_gather  # type: ignore[method-assign]
         list(rank.executor.run(rank.programs[0], 0))
         return used
     finally:
@@ -181,9 +183,9 @@ def collectives(world, plan: Plan) -> list[str]:
 def test_weights_are_gathered_once_after_all_updates(processes):
     plan = replace(make_plan("gpt2", [1, 1], dp=2, schedule="chimera"), shard_optimizer=True)
     for used in processes.run(4, collectives, plan):
-        assert used.count("gather") == 1
-        assert used[-1] == "gather"
-        assert all("reduce-scatter" in each for each in used[:-1])
+        (gather,) = (number for number, each in enumerate(used) if each == "gather")
+        assert set(used[:gather]) == {"reduce-scatter"}
+        assert set(used[gather + 1 :]) == {"all-gather"}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from auto3d.capture.graph import Value
+from auto3d.conversions import CONVERSIONS
 from auto3d.cost.memory.device import NOTHING
 from auto3d.data import Reading
 from auto3d.mesh import REPLICA, TENSOR, Mesh
@@ -118,7 +119,10 @@ def simulate(case: Case, change: Callable[[Program], Program] = lambda program: 
         for name in state:
             users.setdefault(name, []).append(stage)
     all_holders = holders(
-        SimpleNamespace(meshes=[Mesh(((REPLICA, len(ranks)), (TENSOR, 1)), ranks) for ranks in case.placement]),
+        SimpleNamespace(
+            meshes=[Mesh(((REPLICA, len(ranks)), (TENSOR, 1)), ranks) for ranks in case.placement],
+            gradient_sum=CONVERSIONS["reduce_scatter" if case.sharded else "reduce"],
+        ),
         schedule,
         [SimpleNamespace(state=state) for state in case.states],
         set(users),
@@ -187,7 +191,6 @@ def _run_rank(
         holders,
         private=[] if schedule.weight_version else private,
         rules=dict.fromkeys(parameters, OptimizerSettings()),
-        sharded=case.sharded,
         device=device,
         run_ahead=ahead,
     )

@@ -211,7 +211,7 @@ class PlanMemory:
 
     def _degrees(self, plan: Plan) -> tuple:
         """What decides the memory of stages of ``plan`` beside the stages and its shape."""
-        return self._samples(plan), share_of(plan), shares_of(plan), plan.dp, plan.shard_optimizer
+        return self._samples(plan), share_of(plan), shares_of(plan), plan.dp, plan.gradient_sum.splits
 
     def _reads_once(self, plan: Plan, shape: Shape) -> bool:
         return self._training.read_once and has_one_reader(plan, shape)
@@ -252,7 +252,7 @@ class PlanMemory:
             shares,
             tuple((stages[number].operations, stages[number].replicas) for number in here),
             max(len(set(shape.homes[number])) * plan.dp * stages[number].replicas for number in here),
-            plan.shard_optimizer,
+            plan.gradient_sum.splits,
             shape.asynchronous,
         )
         constant = {"reserve": training.reserve_bytes, **held.constant}

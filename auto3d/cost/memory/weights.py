@@ -55,16 +55,16 @@ class WeightBytes:
         shares: tuple[Share, ...],
         stages: tuple[tuple[tuple[Span, ...], int], ...],
         holders: int,
-        shard_optimizer: bool,
+        sum_is_split: bool,
         asynchronous: bool,
     ) -> DeviceWeights:
         """The weights of a device with ``stages``, (operations, replicas) of each; as many as ``holders`` ranks hold
-        the weights of a stage."""
+        the weights of a stage, among which the sum of the gradients, and so the optimizer's state, may be split."""
         training = self._training
         states = [self._state(samples, operations, replicas, shares) for operations, replicas in stages]
         every, replicas = tuple(span for operations, _ in stages for span in operations), stages[0][1]
         elements = self._work.tables(self._work.slice_of(samples, replicas)[0], share).parameters(every)
-        shards = holders if shard_optimizer else 1
+        shards = holders if sum_is_split else 1
         own = sum(each.elements for each in states)
         once = elements / own if own else 1.0  # parameters that several stages of the device share count once
         moments = once * sum(each.optimizer for each in states)

@@ -145,7 +145,6 @@ class EmulatedBackend:
         trained = {name: parameters[name] for name in layout.holders if name in names}
         options: dict[str, Any] = {
             "all_holders": layout.all_holders,
-            "sharded": layout.plan.shard_optimizer,
             "clock": self.clock,
             "device": self.device,
             "run_ahead": self.run_ahead,

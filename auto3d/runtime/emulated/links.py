@@ -12,7 +12,7 @@ from auto3d.capture.graph import Value
 from auto3d.runtime.emulated.collectives import PIECE_BYTES
 from auto3d.runtime.emulated.device_clock import DeviceClock
 from auto3d.runtime.messages.exchange import Exchange
-from auto3d.runtime.messages.gradient_sync import Bucket, GradientSync, Holders
+from auto3d.runtime.messages.gradient_sync import Bucket, GradientSync, Holders, sum_of
 from auto3d.runtime.messages.slice_collectives import Begun
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import waiting_for
@@ -77,7 +77,6 @@ class EmulatedSync(GradientSync):
         holders: Mapping[str, Holders],
         *,
         all_holders: Collection[Holders],
-        sharded: bool,
         sync_bytes: Sequence[float] | None,
         clock: DeviceClock,
         device: torch.device,
@@ -91,7 +90,6 @@ class EmulatedSync(GradientSync):
             stand_ins,
             holders,
             all_holders=all_holders,
-            sharded=sharded,
             device=device,
             run_ahead=run_ahead,
         )
@@ -113,7 +111,7 @@ class EmulatedSync(GradientSync):
             size = sum(self._trained[name].bytes for name in self._names[bucket])
         else:
             size = max(self._sync_bytes[stage] for stage in bucket[0].stages)
-        ranks = len(bucket[0].ranks) if self._scatters(bucket[0]) else 1  # each has an equal slice of every piece
+        ranks = len(bucket[0].ranks) if bucket[0].is_split else 1  # each has an equal slice of every piece
         piece = self._piece[: len(self._piece) // ranks * ranks]
         whole, rest = divmod(-(-max(1, int(size) // 4) // ranks) * ranks, len(piece))
         return [*[piece] * whole, *([piece[:rest]] if rest else [])]
@@ -137,7 +135,7 @@ class GivenSync(EmulatedSync):
         for holders, group in self._groups.items():
             if holders.stages == tuple(stages) and dist.get_rank() in holders.ranks:
                 end = torch.tensor([self._free], dtype=torch.float64)
-                with waiting_for(self._what(holders)):
+                with waiting_for(sum_of(holders)):
                     work = dist.all_reduce(end, op=dist.ReduceOp.MAX, group=group, async_op=True)
                 assert work is not None
                 begun = Begun([work])

@@ -4,16 +4,17 @@ Under ZeRO-1 also the weights, which each of these ranks updates a slice of, and
 """
 
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from auto3d.conversions import CONVERSIONS, Collective, Conversion
 from auto3d.partition.stage import Stage
 from auto3d.plan import Plan
-from auto3d.runtime.messages.slice_collectives import Begun, all_gather, all_reduce, reduce_scatter
+from auto3d.runtime.messages.slice_collectives import Begun, begin
 from auto3d.runtime.optimizer.parameter_groups import UpdateRules
 from auto3d.runtime.process.world import connect, new_group
 from auto3d.runtime.run_ahead import RunAhead
@@ -26,10 +27,19 @@ ROW = 4096  # number of elements whose squares are summed in the buffer's own pr
 
 @dataclass(frozen=True, order=True, slots=True)
 class Holders:
-    """All ranks over which a parameter's gradient is summed, and the ``stages`` that use it: several if it is tied."""
+    """All ranks over which a parameter's gradient is partial, and the ``stages`` that use it: several if it is tied.
+
+    Its ``conversion`` sums the gradient.
+    """
 
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
+    conversion: Conversion = field(default=CONVERSIONS["reduce"], compare=False)  # the same for all of a plan
+
+    @property
+    def is_split(self) -> bool:
+        """Whether several ranks have a slice of the sum each (ZeRO-1)."""
+        return self.conversion.splits and len(self.ranks) > 1
 
     def __str__(self) -> str:
         return f"ranks {', '.join(map(str, self.ranks))}"
@@ -56,7 +66,8 @@ def holders(
                 mesh = plan.meshes[device]
                 ranks.setdefault(name, set()).update(mesh.ranks if name in of_all_shards else mesh.at(tensor=shard))
                 users.setdefault(name, set()).add(stage)
-    return {name: Holders(tuple(sorted(ranks[name])), tuple(sorted(users[name]))) for name in ranks}
+    how = plan.gradient_sum
+    return {name: Holders(tuple(sorted(ranks[name])), tuple(sorted(users[name])), how) for name in ranks}
 
 
 Bucket = tuple[Holders, str]  # holders and type of the parameters whose gradients are in one flat buffer
@@ -70,10 +81,10 @@ class GradientSync:
     no other rank holds, have an ordinary ``.grad`` instead, which is None until autograd makes it: that memory is free
     during the forwards, and the first backward has nothing to add to.
 
-    With ``sharded`` (ZeRO-1), the weights of a bucket that several ranks hold are in a flat buffer too. Its gradients
-    are reduce-scattered, so that each holder has the sum of its slice; ``shards`` has these slices for the optimizer.
+    Where the sum of a bucket ``is_split`` (ZeRO-1), its weights are in a flat buffer too. Its gradients are
+    reduce-scattered, so that each holder has the sum of its slice; ``shards`` has these slices for the optimizer.
     Gathers send the updated slices to all holders.
-    Parameters of which ``rules`` say the same are updated together; they are needed where it is sharded.
+    Parameters of which ``rules`` say the same are updated together; they are needed where sums are split.
 
     ``holders`` has the holders of this rank's parameters, ``all_holders`` of every rank's, by default the same.
     Every rank must construct it with the same ``all_holders``, because it makes process groups: one for each set of
@@ -90,12 +101,10 @@ class GradientSync:
         private: Collection[str] = (),
         uncounted: Collection[str] = (),
         rules: UpdateRules | None = None,
-        sharded: bool = False,
         device: torch.device,
         run_ahead: RunAhead,
     ) -> None:
         self._run_ahead = run_ahead
-        self._sharded = sharded
         everyones = holders.values() if all_holders is None else all_holders
         several = [each for each in sorted(set(everyones)) if len(each.ranks) > 1]
         self._groups = {each: new_group(each.ranks, device=device) for each in several}
@@ -129,9 +138,9 @@ class GradientSync:
     ) -> None:
         """Make the flat buffers of ``bucket``."""
         ranks, rank = bucket[0].ranks, dist.get_rank()
-        starts, size = aligned_starts(parameters) if self._scatters(bucket[0]) else packed_starts(parameters)
+        starts, size = aligned_starts(parameters) if bucket[0].is_split else packed_starts(parameters)
         counted = max((starts[n] + p.numel() for n, p in parameters.items() if n not in uncounted), default=0)
-        if not self._scatters(bucket[0]):
+        if not bucket[0].is_split:
             self._buffers[bucket] = buffer = _flat_gradients(parameters, starts, size)
             self._scaled[bucket] = buffer
             self._counted[bucket] = buffer[: counted if ranks[0] == rank else 0]
@@ -142,9 +151,6 @@ class GradientSync:
         self.shards[bucket] = shard
         self._scaled[bucket] = buffer[shard.first : shard.last]
         self._counted[bucket] = buffer[shard.first : max(shard.first, min(shard.last, counted))]
-
-    def _scatters(self, holders: Holders) -> bool:
-        return self._sharded and len(holders.ranks) > 1
 
     def zero(self, stages: Set[int]) -> None:
         """Reset the gradients of ``stages`` to zero."""
@@ -159,19 +165,15 @@ class GradientSync:
         """Begin the sums of the gradients of those parameters that exactly these ``stages`` use."""
         for bucket in sorted(bucket for bucket in self._buffers if bucket[0].stages == tuple(stages)):
             holders, _ = bucket
-            if len(holders.ranks) == 1:
-                continue
-            group = self._groups[holders]
-            with waiting_for(self._what(holders)):
-                for piece in self._pieces(bucket):
-                    if self._scatters(holders):
-                        begun = reduce_scatter(piece, group, holders.ranks)
-                    else:
-                        begun = all_reduce(piece, group)
-                    self._sums.append((begun, holders))
+            if len(holders.ranks) > 1:
+                self._sums += self._begun(holders.conversion.forward, holders, self._pieces(bucket), sum_of(holders))
 
-    def _what(self, holders: Holders) -> str:
-        return f"the gradient {'reduce-scatter' if self._scatters(holders) else 'all-reduce'} of {holders}"
+    def _begun(
+        self, collective: Collective | None, holders: Holders, pieces: Sequence[torch.Tensor], what: str
+    ) -> list[tuple[Begun, Holders]]:
+        """Begin ``collective`` on each of ``pieces`` among ``holders``."""
+        with waiting_for(what):
+            return [(begin(collective, piece, self._groups[holders], holders.ranks), holders) for piece in pieces]
 
     def _pieces(self, bucket: Bucket) -> list[torch.Tensor]:
         """The tensors that make up the gradients of ``bucket``; each is summed by one collective."""
@@ -184,7 +186,7 @@ class GradientSync:
             if stages.isdisjoint(holders.stages):
                 self._sums.append((begun, holders))
             else:
-                self._wait(begun, self._what(holders))
+                self._wait(begun, sum_of(holders))
 
     def _wait(self, begun: Begun, what: str) -> None:
         for work in begun.works:
@@ -199,10 +201,9 @@ class GradientSync:
         """
         for bucket in sorted(bucket for bucket in self._names if not stages.isdisjoint(bucket[0].stages)):
             holders, _ = bucket
-            if self._scatters(holders):
-                with waiting_for(_gather_of(holders)):
-                    for piece in self._weight_pieces(bucket):
-                        self._gathers.append((all_gather(piece, self._groups[holders], holders.ranks), holders))
+            if holders.is_split:
+                pieces = self._weight_pieces(bucket)
+                self._gathers += self._begun(holders.conversion.backward, holders, pieces, _gather_of(holders))
 
     def follow_weights(self) -> None:
         """Let the slices that this rank updates be slices of the buffers that have the parameters now."""
@@ -231,6 +232,10 @@ class GradientSync:
         private = [parameter.grad for parameter, _, _ in self._private if parameter.grad is not None]
         for gradient in [*self._scaled.values(), *private]:
             gradient.mul_(factor)
+
+
+def sum_of(holders: Holders) -> str:
+    return f"the gradient {holders.conversion.forward} of {holders}"
 
 
 def _gather_of(holders: Holders) -> str:

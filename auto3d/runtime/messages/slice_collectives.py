@@ -1,6 +1,6 @@
 """Collectives on flat buffers of which each rank of a group owns one of equal slices, in the order of its ranks.
 
-Both are asynchronous: they end once every rank of the group has begun them, whatever else the ranks do.
+They are asynchronous: they end once every rank of the group has begun them, whatever else the ranks do.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+
+from auto3d.conversions import Collective
 
 # torch 2.13 renames the two; the old names warn there.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -20,6 +22,13 @@ class Begun:
 
     works: Sequence[dist.Work]
     finish: Callable[[], None] = field(default=lambda: None)
+
+
+def begin(collective: Collective | None, buffer: torch.Tensor, group: dist.ProcessGroup, ranks: Sequence[int]) -> Begun:
+    """Begin ``collective``, of those below."""
+    if collective is Collective.ALL_REDUCE:
+        return all_reduce(buffer, group)
+    return (all_gather if collective is Collective.ALL_GATHER else reduce_scatter)(buffer, group, ranks)
 
 
 def all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup) -> Begun:
