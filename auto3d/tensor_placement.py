@@ -50,6 +50,15 @@ class Split:
     def local_size(self, shards: int) -> int:
         return sum(self.local_blocks(shards))
 
+    def local_shape(self, whole: Sequence[int], shards: int) -> tuple[int, ...]:
+        """The shape of what one of ``shards`` ranks has of a tensor of shape ``whole``; padding included."""
+        local = self.local_size(shards)
+        return tuple(local if dim == self.dim else size for dim, size in enumerate(whole))
+
+    def whole_shape(self, local: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the tensor of which a rank has a part of shape ``local``."""
+        return tuple(self.size if dim == self.dim else size for dim, size in enumerate(local))
+
     def padding(self, shards: int) -> int:
         """Elements that the dimension has too few for an even split."""
         return self.local_size(shards) * shards - self.size
@@ -79,10 +88,7 @@ class TensorPlacement:
 
     def local_shape(self, shape: Sequence[int], shards: int) -> tuple[int, ...]:
         """The shape of what one of ``shards`` ranks has of a tensor of ``shape``."""
-        if self.split is None:
-            return tuple(shape)
-        local = self.split.local_size(shards)
-        return tuple(local if dim == self.split.dim else size for dim, size in enumerate(shape))
+        return tuple(shape) if self.split is None else self.split.local_shape(shape, shards)
 
 
 WHOLE = TensorPlacement(PlacementKind.WHOLE)

@@ -29,8 +29,7 @@ class Shard:
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
         """The shape of the shard of a tensor of shape ``whole``."""
-        local = self.split.local_size(self.shards)
-        return tuple(local if dim == self.split.dim else size for dim, size in enumerate(whole))
+        return self.split.local_shape(whole, self.shards)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The shard of ``whole``, contiguous, in memory of its own, padded with zeros."""

@@ -42,14 +42,6 @@ def _fail_on_real(tensor: torch.Tensor, name: str) -> None:
         raise RuntimeError(f"auto3d.{name} runs only on the ranks of a tensor-parallel group")
 
 
-def _local(shape: Sequence[int], split: Split, shards: int) -> list[int]:
-    return [split.local_size(shards) if dim == split.dim else size for dim, size in enumerate(shape)]
-
-
-def _whole(shape: Sequence[int], split: Split) -> list[int]:
-    return [split.size if dim == split.dim else size for dim, size in enumerate(shape)]
-
-
 class _Convert(torch.autograd.Function):
     """A conversion on meta tensors. It keeps nothing for its backward."""
 
@@ -63,7 +55,7 @@ class _Convert(torch.autograd.Function):
         if split is None:
             return value.new_empty(value.shape)
         gathers = conversion.source is PlacementKind.SPLIT
-        return value.new_empty(_whole(value.shape, split) if gathers else _local(value.shape, split, shards))
+        return value.new_empty(split.whole_shape(value.shape) if gathers else split.local_shape(value.shape, shards))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:

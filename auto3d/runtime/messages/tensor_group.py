@@ -236,8 +236,7 @@ def _padded(split: Split, group: TensorGroup) -> Action:
     put_back = shard.put_back if even is None else partial(even.put_back, group.shard)
 
     def padded(gradient: torch.Tensor) -> Pending:
-        shape = [split.size if dim == split.dim else size for dim, size in enumerate(gradient.shape)]
-        whole = gradient.new_zeros(shape)
+        whole = gradient.new_zeros(split.whole_shape(gradient.shape))
         put_back(gradient, whole)
         return lambda: whole
 
