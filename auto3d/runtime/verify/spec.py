@@ -87,6 +87,27 @@ def _partial(common: PlanLayout) -> Iterator[str]:
                 yield f"{transfer.value.name}, from stage {transfer.source} to {transfer.target}"
 
 
+def _sums(common: PlanLayout) -> Iterator[str]:
+    layouts = [lay_out_rank(common, rank) for rank in range(common.plan.ranks)]
+    having: dict[tuple[str, int | None], list[int]] = defaultdict(list)  # parameter and shard -> ranks
+    for rank, layout in enumerate(layouts):
+        for name in {name for stage in layout.stages.values() for name in stage.state} & layout.holders.keys():
+            having[_part(layout, name)].append(rank)
+    for rank, layout in enumerate(layouts):
+        for name, found in layout.holders.items():
+            expected, how = tuple(having[_part(layout, name)]), common.plan.gradient_sum
+            if (found.ranks, found.conversion) != (expected, how):
+                yield (
+                    f"{name} on rank {rank}: {found.conversion.name} among ranks {found.ranks}, "
+                    f"but its gradient is partial over {expected}, and the plan says {how.name}"
+                )
+
+
+def _part(layout: RankLayout, name: str) -> tuple[str, int | None]:
+    """What a gradient is of: a parameter, and the rank's shard unless it is copied, so partial over all of them."""
+    return name, None if layout.placement_of(name) == COPIED else layout.shard
+
+
 def _orders(common: PlanLayout) -> Iterator[str]:
     orders: dict[str, dict[int, list[str]]] = defaultdict(dict)  # communicator -> rank -> what it runs there
     for rank in range(common.plan.ranks):
@@ -104,12 +125,13 @@ def _run_by(layout: RankLayout, rank: int) -> Iterator[tuple[str, list[str]]]:
     groups = [f"tensor-parallel ranks {group}" for group in layout.tensor_groups if rank in group]
     holders = {each for each in layout.holders.values() if rank in each.ranks and len(each.ranks) > 1}
     device_of, here = layout.schedule.device_of, f"pipeline {layout.pipeline}"
-    yield from ((f"gradients of stages {each.stages} on {each}", []) for each in holders)
+    sums = {each: f"gradients of stages {each.stages} on {each}" for each in holders}
+    yield from ((sums[each], []) for each in holders)
     for step in (step for program in programs_of(layout) for step in program.steps):
         for communication in step.begins:
             if isinstance(communication, GradientSum):
                 summed = [each for each in holders if each.stages == communication.stages]
-                yield from ((f"gradients of stages {each.stages} on {each}", [f"{communication}"]) for each in summed)
+                yield from ((sums[each], [f"{communication} by {each.conversion.name}"]) for each in summed)
             elif isinstance(communication, LossSum):
                 yield "all ranks", [f"{communication}"]
         yield from ((group, [f"{step.operation}"]) for group in groups)
@@ -141,6 +163,7 @@ SPEC: dict[str, Broken] = {
     "a conversion takes and gives the placements of its name": _of_shards(_conversions),
     "a rank has the part of a value that its placement says": _of_shards(_shapes),
     "no partial value leaves a stage": _partial,
+    "a gradient is summed by all ranks over which it is partial, as the plan says": _sums,
     "all ranks of a communicator run the same there, in the same order": _orders,
 }
 """What must hold -> the places of a plan where it does not, in words."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from auto3d.conversions import conversion_of
+from auto3d.conversions import CONVERSIONS, conversion_of
 from auto3d.plan import SUB_PIPELINED
 from auto3d.runtime.layout import PlanLayout, lay_out_plan
 from auto3d.runtime.settings import TrainingSettings
@@ -18,7 +18,7 @@ from tests.distributed.test_uneven import make_plan as make_uneven_plan
 from tests.models import captured
 from tests.soak import soak
 
-OPERATOR, CONVERSION, SHAPE, PARTIAL_LEAVES, ORDER = SPEC
+OPERATOR, CONVERSION, SHAPE, PARTIAL_LEAVES, SUM, ORDER = SPEC
 
 
 def laid_out(model: str, **options) -> PlanLayout:
@@ -34,7 +34,7 @@ def breaks(common: PlanLayout) -> dict[str, list[str]]:
     ("model", "options"),
     [
         ("gpt2", {"dp": 2, "pp": 2, "tp": 2, "sequence_parallel": True}),
-        ("gpt2", {"dp": 2, "pp": 2, "schedule": "chimera"}),
+        ("gpt2", {"dp": 2, "pp": 2, "schedule": "chimera", "shard_optimizer": True}),
         ("llama", {"dp": 1, "pp": 2, "tp": 2, "schedule": "seq1f1b", "options": {"slices": 2, "recompute": "full"}}),
         *soak(
             ("t5", {"dp": 2, "pp": 3, "tp": 2}),
@@ -106,6 +106,28 @@ def test_a_partial_value_between_stages_is_found(plan, monkeypatch):
         model = replace(program.derived, placements={**program.derived.placements, transfer.value.name: placed})
         monkeypatch.setattr(spec, "rank_program", lambda *_, model=model: replace(program, derived=model))
         assert breaks(plan).keys() == expected
+
+
+@pytest.mark.parametrize(("lacks", "converts"), [(True, "reduce"), (False, "reduce_scatter")])
+def test_a_gradient_that_is_not_summed_as_it_is_partial_is_found(monkeypatch, lacks, converts):
+    common = laid_out("gpt2", dp=1, pp=1, tp=2, sequence_parallel=True)
+    real = spec.lay_out_rank
+    layout = real(common, 0)
+    copied = {name for name in layout.holders if layout.placement_of(name) == COPIED}
+    assert copied
+
+    def wrong(common, rank):
+        layout, found = real(common, rank), dict(real(common, rank).holders)
+        for name in copied:
+            ranks = (rank,) if lacks else found[name].ranks
+            found[name] = replace(found[name], ranks=ranks, conversion=CONVERSIONS[converts])
+        vars(layout)["holders"] = found
+        return layout
+
+    assert breaks(common) == {}
+    monkeypatch.setattr(spec, "lay_out_rank", wrong)
+    assert breaks(common).keys() == {SUM}
+    assert len(breaks(common)[SUM]) == 2 * len(copied)
 
 
 def test_a_rank_with_another_order_is_found(plan, monkeypatch):
