@@ -14,7 +14,7 @@ from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.plan import AUTO3D, Plan
 from auto3d.schedule import schedule_of
-from auto3d.search.axes import AXES, CHOICES, TYPES, Candidate
+from auto3d.search.axes import AXES, TYPES, Candidate
 from auto3d.search.make import PlanMaker, shortage_of
 from auto3d.search.planned_model import PlannedModel
 from auto3d.simulate.simulate import Timeline, simulate
@@ -27,7 +27,8 @@ from launch.recipe.search_schema import PlanRecipe
 from launch.recipe.settings import emulation, predicted_precision, predicted_times
 
 REQUIRED = ("micro_batch_size", "tp", "dp", "pp")  # every row has them
-PLAN_COLUMNS = (*REQUIRED, "partition_cuts", *CHOICES)
+_OTHERS = tuple(name for name in AXES if name not in (*REQUIRED, "replicas", "engine"))  # rows have equal replicas
+PLAN_COLUMNS = (*REQUIRED, "partition_cuts", *_OTHERS)
 _TRUTH_OF = {"false": False, "true": True, "0": False, "1": True}
 
 
@@ -186,7 +187,7 @@ def candidate_of_row(recipe: LoadedRecipe, row: Mapping[str, str]) -> Candidate:
     base = candidate_of(recipe.values.plan or PlanRecipe())
     choices: dict[str, Any] = {"partition": predicted_times(recipe.values).partition}
     choices |= {name: _value(name, row[name]) for name in REQUIRED}
-    choices |= {name: _value(name, row[name]) for name in CHOICES if row.get(name)}
+    choices |= {name: _value(name, row[name]) for name in _OTHERS if row.get(name)}
     cuts = tuple(json.loads(row["partition_cuts"])) if row.get("partition_cuts") else None
     return replace(base, **choices, cuts=cuts)
 

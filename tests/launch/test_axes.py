@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.launch.test_layout import ROOT
 
 PROGRAM = '''
@@ -18,6 +20,7 @@ CANDIDATE = """    expert: int = _axis(
         tried=(1,),
         every=lambda cluster, batch: [1, 2],
         least=1,
+        is_degree=IS_DEGREE,
         heading="experts",
         unusual="expert={}",
     )
@@ -79,8 +82,10 @@ run_command()
 '''
 
 
-def test_a_new_axis_is_found_everywhere_from_two_fields():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=110)
+@pytest.mark.parametrize("is_degree", [False, True])
+def test_a_new_axis_is_found_everywhere_from_two_fields(is_degree):
+    program = PROGRAM.replace("IS_DEGREE", f"{is_degree}")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     lines = [line.split("\t") for line in done.stdout.splitlines()]
     assert [
