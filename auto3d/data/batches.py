@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from auto3d.data.field import SEQUENCE_KINDS, InputField
-from auto3d.data.fingerprint import fingerprints
+from auto3d.data.fingerprint import fingerprint
 from auto3d.data.interface import IGNORED, Reading, Source
 from auto3d.data.keys import DataKeys
 from auto3d.data.opening import open_source
@@ -60,10 +60,10 @@ class Batches:
                 inputs, tokens = self._sample(number, names, stored, counts)
                 samples.append(inputs)
                 if reads:
-                    compared.append(self._compared(stored, tokens))
+                    compared.append(fingerprint(self._compared(stored, tokens)))
         return Reading(
             inputs={name: torch.from_numpy(value) for name, value in _arrays(samples).items()},
-            fingerprints=fingerprints(_arrays(compared)) if reads else None,
+            fingerprints=np.array(compared, dtype=np.uint64) if reads else None,
         )
 
     def _compared(self, stored: int, tokens: np.ndarray | None) -> dict[str, np.ndarray]:
@@ -71,12 +71,10 @@ class Batches:
 
         Where inputs are also made from columns, a rank need not have ``tokens``.
         """
+        place = {"place": np.array(stored)}
         if tokens is None or self._settings.columns:
-            return {"place": np.array(stored), **self._source.whole(stored)}
-        compared = np.zeros(2 + self._settings.sequence_length + 1, dtype=np.int64)
-        compared[:2] = stored, len(tokens)
-        compared[2 : 2 + len(tokens)] = tokens
-        return {"tokens": compared}
+            return {**place, **self._source.whole(stored)}
+        return {**place, "tokens": tokens}
 
     def _sample(
         self, number: int, names: Collection[str], stored: int, counts: bool

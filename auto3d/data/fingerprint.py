@@ -17,12 +17,20 @@ def fingerprints(values: Mapping[str, np.ndarray]) -> np.ndarray:
 
     ``values`` has arrays of any type, [samples, …] each. One changed bit, or another name, changes the number.
     """
-    sums: np.ndarray = np.zeros(1, dtype=np.uint64)
-    for name, value in values.items():
-        rows = np.ascontiguousarray(value).reshape(len(value), -1).view(np.uint8)
-        seed = crc32(name.encode())
-        sums = sums + np.array([xxh3_64_intdigest(row.data, seed) for row in rows], dtype=np.uint64)
-    return sums >> np.uint64(64 - BITS)
+    number = len(next(iter(values.values())))
+    samples = ({name: value[sample] for name, value in values.items()} for sample in range(number))
+    return np.array([fingerprint(sample) for sample in samples], dtype=np.uint64)
+
+
+def fingerprint(sample: Mapping[str, np.ndarray]) -> int:
+    """That of a single sample."""
+    found = sum(xxh3_64_intdigest(np.ascontiguousarray(value).data, _seed(name)) for name, value in sample.items())
+    return found % (1 << 64) >> (64 - BITS)
+
+
+@lru_cache(1024)
+def _seed(name: str) -> int:
+    return crc32(name.encode())
 
 
 def total(found: np.ndarray, first: int) -> int:

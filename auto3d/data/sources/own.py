@@ -47,6 +47,7 @@ class OwnDataset:
         self._dataset, self._fields, self._source = dataset, settings.columns, settings.source
         self.samples: int | None = samples
         self._last: tuple[int, Any] | None = None  # the sample that was read last: several inputs come from one
+        self._values: dict[str, np.ndarray] = {}  # its columns, as far as they were asked for
 
     @contextmanager
     def reading(self) -> Iterator[Callable[[int, int], None]]:
@@ -66,8 +67,13 @@ class OwnDataset:
     def column(self, sample: int, name: str) -> np.ndarray:
         """The value of a column; raises DataError unless it has the shape and type of its input."""
         if self._last is None or self._last[0] != sample:
-            self._last = sample, self._dataset[sample]
-        content, field, where = self._last[1], self._fields[name], f"column {name}: sample {sample} of {self._source}"
+            self._last, self._values = (sample, self._dataset[sample]), {}
+        if name not in self._values:
+            self._values[name] = self._converted(self._last[1], sample, name)
+        return self._values[name]
+
+    def _converted(self, content: Any, sample: int, name: str) -> np.ndarray:
+        field, where = self._fields[name], f"column {name}: sample {sample} of {self._source}"
         try:
             value = np.asarray(content[name])
         except KeyError:
