@@ -67,6 +67,8 @@ class LiveTensors(TorchDispatchMode):
     def end_wait(self) -> None:
         pass
 
+    begin_read = end_read = begin_wait
+
     def add(self, tensor: torch.Tensor, operator: str = "") -> None:
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)

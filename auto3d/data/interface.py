@@ -1,6 +1,7 @@
 """What a training asks of its data, and what a source of samples gives."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +16,16 @@ IGNORED = -100  # a target that the loss does not count, as torch's cross-entrop
 
 class DataError(InputError):
     """Data that is missing, damaged, too short, or does not fit the model."""
+
+
+@contextmanager
+def naming(samples: str) -> Iterator[None]:
+    """Have an error of the user's code inside say which ``samples`` were read."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"reading {samples} failed")
+        raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +98,9 @@ class TrainingData(Protocol):
     @property
     def incomplete(self) -> Incomplete | None:
         """The global batches that lack samples and run as they are; None: all are complete, or filled."""
+
+    def begins_epoch(self, iteration: int) -> bool:
+        """Whether ``iteration``, from 0, begins an epoch that code of the user's may be told of."""
 
     @property
     def lengths(self) -> Lengths | None:

@@ -49,6 +49,9 @@ class DataKeys:
         """The shape of one sample of ``field``, one of the inputs."""
         return (self.sequence_length,) if field.kind in SEQUENCE_KINDS else field.shape
 
+    def begins_epoch(self, iteration: int) -> bool:
+        return False  # nobody is told of an epoch: it follows from a sample's number
+
     @property
     def shifted(self) -> bool:
         """Whether an input is made from the token after a sample's last one."""

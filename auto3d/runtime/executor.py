@@ -254,8 +254,17 @@ class Executor:
         arrived = self._exchange.receive_for(step)
         for micro_batch, stage in passes:
             received = {name: tensor for name, tensors in arrived.get(micro_batch, {}).items() for tensor in tensors}
-            inputs = self._inputs.of(micro_batch, stage.stage)
+            inputs = self._read(micro_batch, stage)
             self._exchange.send_from(step, micro_batch, stage.forward(micro_batch, received, inputs))
+
+    def _read(self, micro_batch: int, stage: StageModule) -> dict[str, torch.Tensor]:
+        observer = self._run_ahead.observer
+        if observer is None:
+            return self._inputs.of(micro_batch, stage.stage)
+        observer.begin_read()
+        inputs = self._inputs.of(micro_batch, stage.stage)
+        observer.end_read()
+        return inputs
 
     def _backward(self, step: Step, passes: Passes) -> None:
         arrived = self._exchange.receive_for(step)

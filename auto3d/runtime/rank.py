@@ -431,6 +431,7 @@ def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> M
         device=device,
         same=SameSamples(readers),
         compared=ComparedMicroBatch(readers.stages[0], next_pipeline) if compares else None,
+        begins_epoch=data.begins_epoch,
         counting_stage=readers.stages[0] if readers.stages and not layout.replica else None,
         largest=None if data.lengths is None else {n: v.shape for n, v in layout.captured.graph.inputs.items()},
     )

@@ -21,7 +21,7 @@ from auto3d.capture.loss_terms import LossTerms, loss_terms
 from auto3d.capture.model import CapturedModel
 from auto3d.data import BatchSlice
 from auto3d.data.fingerprint import fingerprints
-from auto3d.data.interface import IGNORED, Incomplete, Lengths, Reading
+from auto3d.data.interface import IGNORED, Incomplete, Lengths, Reading, naming
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.samples.batch_targets import check_filled, check_statistics
@@ -41,6 +41,9 @@ class SampleOrder(Protocol):
 
     def of(self, iteration: int) -> Sequence[int]:
         """Positions in the dataset of the samples of ``iteration``."""
+
+    def place(self, iteration: int) -> tuple[int, int]:
+        """(epoch, number in it) of ``iteration``."""
 
 
 def samples_of(batches: BatchSampler) -> int:
@@ -190,7 +193,7 @@ class CollatedData:
 
     dataset: Any
     collate: Callable[[list[Any]], Any]
-    order: SampleOrder
+    order: SampleOrder | InOrder
     padding: Padding | None = None
     seed: int = 0  # seed of collators and datasets that draw random numbers
     label_names: tuple[str, ...] = ("labels",)  # inputs whose entries are ignored where they are IGNORED
@@ -329,6 +332,9 @@ class CollatedData:
 
     read_once = True  # a collator may draw from a generator of its own
 
+    def begins_epoch(self, iteration: int) -> bool:
+        return not isinstance(self.order, InOrder) and self.order.place(iteration)[1] == 0
+
     def reads(self, names: Collection[str]) -> bool:
         return bool(names)
 
@@ -431,7 +437,7 @@ class CollatedBatches:
         own = self._of_replica(whole)
         if data.draws is not None and part.read_once:
             self._begin = iteration if self._begin is None else self._begin
-            if is_compared(iteration, self._begin):
+            if is_compared(iteration, self._begin) or data.begins_epoch(iteration):
                 of_items = self._compared(draw, len(samples), length)
         elif of_items is None:
             of_items = fingerprints(bytes_of(own))
@@ -506,6 +512,11 @@ def check_shapes(batch: Mapping[str, torch.Tensor], shapes: Mapping[str, InputSp
 def _fetch(dataset: Any, samples: Sequence[int]) -> list[Any]:
     """The samples at these positions, as torch's DataLoader fetches them."""
     if getattr(dataset, "__getitems__", None):
-        fetched: list[Any] = dataset.__getitems__(list(samples))
+        with naming(f"samples {', '.join(map(str, samples))} of the dataset"):
+            fetched: list[Any] = dataset.__getitems__(list(samples))
         return fetched
-    return [dataset[sample] for sample in samples]
+    found = []
+    for sample in samples:
+        with naming(f"sample {sample} of the dataset"):
+            found.append(dataset[sample])
+    return found

@@ -58,17 +58,21 @@ def training_progress(
     """
     printed_at = 0.0
     slow: tuple[SlowRank, ...] = ()
+    waits_for_data = False
     with bar(console) as progress:
         task = progress.add_task("starting", total=iterations)
 
         def on_iteration(metrics: Metrics) -> None:
-            nonlocal printed_at, slow
+            nonlocal printed_at, slow, waits_for_data
             progress.update(
                 task, completed=metrics.iteration, description=_fitting(figures(metrics), console.width - BAR_WIDTH)
             )
-            for line in changes(slow, metrics.slow):
+            lines = changes(slow, metrics.slow)
+            if metrics.slow_data is not None and not waits_for_data:
+                lines.append(f"warning: {metrics.slow_data}")
+            for line in lines:
                 progress.console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
-            slow = metrics.slow
+            slow, waits_for_data = metrics.slow, metrics.slow_data is not None
             due = metrics.iteration % log_every == 0 if log_every else monotonic() - printed_at >= LINE_S
             if not console.is_terminal and (due or not printed_at or metrics.iteration == iterations):
                 printed_at = monotonic()

@@ -4,7 +4,7 @@ A commit (by default the last one whose ranks compared nothing) is checked out b
 computes next to nothing, by plans for 1, 4 and 16 ranks, on the same data: a file of tokens, a function's samples, and
 a dataset with a collator, which is what a Trainer has. So a sample counts once all stages that need its inputs have got
 them, by reading them or as a message. The two run in turn, each with processes that wait while the other runs; a ratio
-is the median of the ratios of rounds. Processor time, of all threads of all ranks, is what a busy machine changes least.
+is the median of the ratios of rounds. Processor time, of all threads of all ranks, changes least on a busy machine.
 """
 
 import os
@@ -26,7 +26,7 @@ SOURCES = ("tokens", "a function", "a collator")
 TOKENS, TEXT_TOKENS, SAMPLES = 4096, 512, 512  # of a sample, of a sample for the collator
 MICRO_BATCHES, MICRO_BATCH = 8, 4
 ITERATIONS = {1: 40, 4: 16, 16: 8}  # of a round
-ROUNDS = 7
+ROUNDS = 5
 
 
 class Rows:
@@ -67,6 +67,9 @@ class InTurn:
         first = iteration * self.global_batch
         return [number % SAMPLES for number in range(first, first + self.global_batch)]
 
+    def place(self, iteration: int) -> tuple[int, int]:
+        return divmod(iteration, SAMPLES // self.global_batch)
+
 
 def model() -> Any:
     """Four layers that compute next to nothing of the first token."""
@@ -92,6 +95,7 @@ def serve(folder: Path) -> None:
     """Answer lines of standard input, "begin RANKS" or a source, of which the ranks then train a round."""
     import numpy as np
     import torch
+
     from auto3d.data import DataSettings, InputField
     from tests.distributed.parity import SGD, make_plan
     from tests.models import TRAINED, captured

@@ -195,6 +195,9 @@ class Labelled:
     lengths: None = None
     read_once: bool = False
 
+    def begins_epoch(self, iteration: int) -> bool:
+        return False
+
     def reads(self, names: Collection[str]) -> bool:
         return bool(names)
 

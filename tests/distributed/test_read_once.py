@@ -34,6 +34,9 @@ class ReadOnce:
     def may_ignore_targets(self) -> bool:
         return self.settings.may_ignore_targets
 
+    def begins_epoch(self, iteration: int) -> bool:
+        return False
+
     def reads(self, names: Collection[str]) -> bool:
         return self.settings.reads(names)
 

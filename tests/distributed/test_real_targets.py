@@ -43,6 +43,9 @@ class UnevenLabels:
     lengths: None = None
     read_once: bool = False
 
+    def begins_epoch(self, iteration: int) -> bool:
+        return False
+
     def reads(self, names: Collection[str]) -> bool:
         return self.data.reads(names)
 

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from time import perf_counter
+from time import perf_counter, sleep
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from auto3d.data import DataSettings, InputField
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime.emulated.settings import Emulation
@@ -28,7 +30,7 @@ from auto3d.schedule import build_schedule, samples_at_once
 from auto3d.schedule.operation import Kind
 from auto3d.simulate.simulate import simulate
 from tests.distributed.parity import SGD, make_plan
-from tests.models import TEXT, captured
+from tests.models import SEQUENCE, TEXT, captured
 from tests.soak import soak
 
 MODEL = "llama"  # its stages share no weights, as pipedream needs
@@ -107,6 +109,48 @@ def test_a_slow_rank_is_named_and_no_other(processes, name, dp, pp, slow, stages
     assert named.kind in (Kind.FORWARD, Kind.BACKWARD)
     assert 1.5 < named.ratio < 4, "it takes twice as long; the others' sleeps end late on a busy machine"
     assert f"rank {slow} on {named.host} is slow: its {named.kind} of stage {named.stage}" in str(named)
+
+
+class Late:
+    """Samples of which each takes 20 ms to read on rank 1."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
+        if dist.get_rank() == 1:
+            sleep(0.02)
+        return {"input_ids": np.full(SEQUENCE, sample), "labels": np.full(SEQUENCE, sample)}
+
+
+def reading(world, plan: Plan, data: DataSettings) -> list[Watched]:
+    """What a rank saw after each of 2 windows of 3 iterations."""
+    seen: list[Watched] = []
+    with windows(3, 0.0):
+        train(
+            captured(MODEL, samples_at_once(plan)),
+            plan,
+            replace(REAL, iterations=6),
+            data,
+            world,
+            on_iteration=lambda number, result, what: seen.append(what),
+        )
+    return seen
+
+
+def test_stages_that_wait_for_data(processes):
+    """Rank 1 sleeps 8 times 20 ms of an iteration, which computes a few ms."""
+    column = InputField(kind="column", shape=(SEQUENCE,))
+    late = DataSettings(source=f"{__name__}:Late", inputs={"input_ids": column, "labels": column})
+    plan = plan_of("1f1b", dp=1, pp=2)
+    first, other = processes.run(2, reading, plan, late)
+    assert first == other
+    assert [watched.slow_data is None for watched in first] == [True] * 5 + [False], "it is said after two windows"
+    slow = first[-1].slow_data
+    assert slow.rank == 1
+    assert 0.1 < slow.share <= 1
+    share = f"reading takes {100 * slow.share:.0f} % of an iteration on rank 1 on {slow.host}"
+    assert f"stages wait for data: {share}" in str(slow)
 
 
 # Stops the process that started it for 2 of each 2.5 ms, shorter than an operation, until its input is closed.

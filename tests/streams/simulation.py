@@ -325,7 +325,7 @@ class _Steps:
     def begin_wait(self) -> None:
         """Waits are seen by the simulation itself."""
 
-    end_wait = begin_wait
+    end_wait = begin_read = end_read = begin_wait
 
 
 def _before_call(case: Case) -> None:

@@ -1,7 +1,7 @@
 """The inputs of a rank's micro-batches, by their numbers in the program that runs."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
@@ -18,7 +18,8 @@ class MicroBatchInputs:
     In each iteration a rank runs ``micro_batches`` micro-batches of the global batch, from number
     ``first_micro_batch`` on. A program counts its micro-batches on through its iterations. If it runs each in
     ``slices`` of its sequence, it counts these, and so do both numbers; every slice takes the inputs of all. ``same``
-    compares what it reads with what other ranks read; None: nobody does. For that it also reads ``compared``. What
+    compares what it reads with what other ranks read; None: nobody does. For that it also reads ``compared``, where
+    ``is_compared`` or an iteration ``begins_epoch``. What
     ``counting_stage`` reads says how many targets a micro-batch has: only one rank of a tensor-parallel group or of
     replicas counts them. ``largest`` is as in a Loader.
     """
@@ -33,6 +34,7 @@ class MicroBatchInputs:
         device: torch.device,
         same: SameSamples | None = None,
         compared: ComparedMicroBatch | None = None,
+        begins_epoch: Callable[[int], bool] = lambda _: False,
         counting_stage: int | None = None,
         largest: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
@@ -45,6 +47,7 @@ class MicroBatchInputs:
         self._first_iteration = 0
         self._begin: int | None = None  # first iteration of the first program
         self._same, self._compared, self._compares = same, compared, True
+        self._begins_epoch = begins_epoch
         self._counting_stage = counting_stage
         self._items: defaultdict[int, dict[int, int]] = defaultdict(dict)  # iteration -> micro-batch -> its targets
 
@@ -74,7 +77,7 @@ class MicroBatchInputs:
             slices=self._slices,
             compared=self._compared if is_complete else None,
         )
-        self._loader.start(needs, program.iterations, self._begin)
+        self._loader.start(needs, program.iterations, self._is_due)
 
     def end(self) -> None:
         """End the loading, and forget what it has read ahead; another program begins it again."""
@@ -85,7 +88,7 @@ class MicroBatchInputs:
         later, index = divmod(micro_batch, self.micro_batches)
         number = (self._first_micro_batch + index) // self._slices
         iteration = self._first_iteration + later
-        compares = self._same is not None and self._same.compares(stage.index, is_compared(iteration, self._begin or 0))
+        compares = self._same is not None and self._same.compares(stage.index, self._is_due(iteration))
         if not (stage.inputs or compares):
             return {}
         reading = self._loader.read(iteration, number, stage.inputs)
@@ -97,9 +100,12 @@ class MicroBatchInputs:
             self._items[iteration][number] = reading.items
         return reading.inputs
 
+    def _is_due(self, iteration: int) -> bool:
+        return is_compared(iteration, self._begin or 0) or self._begins_epoch(iteration)
+
     def _read_other(self, other: int, iteration: int, own: int, stage: Stage) -> None:
         """Where it is due, read micro-batch ``other`` of another pipeline too, which reads this one's ``own``."""
-        if self._compares and is_compared(iteration, self._begin or 0) and self._same is not None:
+        if self._compares and self._is_due(iteration) and self._same is not None:
             reading = self._loader.read(iteration, other, stage.inputs, compared=True)
             self._same.note_other(iteration, (stage.index, own), other, reading.fingerprints)
 

@@ -47,7 +47,7 @@ def is_compared(iteration: int, begin: int) -> bool:
     """Whether pipelines compare what they read in ``iteration`` of a run that began with iteration ``begin``.
 
     They do in the first few, where data that differ do so from the start, and then now and then: it is one more
-    micro-batch to read.
+    micro-batch to read. They also do where ``TrainingData.begins_epoch``.
     """
     return iteration - begin < _COMPARED_FIRST or iteration % _COMPARED_EVERY == 0
 
@@ -114,10 +114,10 @@ class Loader:
         self._prefetcher: _Prefetcher | None = None
         self._expected: list[Need] = []  # inputs to prefetch after the present program
 
-    def start(self, needs: Sequence[Need], iterations: int, begin: int = 0) -> None:
+    def start(self, needs: Sequence[Need], iterations: int, compares: Callable[[int], bool] = lambda _: True) -> None:
         """Begin a program of ``iterations`` iterations, whose forwards need ``needs``, in this order.
 
-        The run began with iteration ``begin``, on which it depends what is compared.
+        ``compares`` says of an iteration whether what is only compared is needed in it.
 
         The loader expects the same program again afterwards and prefetches for it, so that the first inputs of an
         iteration are ready when it begins. A call allocates pinned memory, which may synchronise the device: no message
@@ -127,7 +127,7 @@ class Loader:
             return
         if needs != self._expected:
             self.end()
-            self._prefetcher = _Prefetcher(needs, iterations, begin, self._batches.read, self._memory, self._largest)
+            self._prefetcher = _Prefetcher(needs, iterations, compares, self._batches.read, self._memory, self._largest)
         self._expected = _later(needs, iterations)
 
     def read(self, iteration: int, index: int, names: Collection[str], *, compared: bool = False) -> Reading:
@@ -194,7 +194,7 @@ class _Prefetcher:
         self,
         needs: Sequence[Need],
         iterations: int,
-        begin: int,
+        compares: Callable[[int], bool],
         make: Make,
         memory: PinnedMemory,
         largest: Mapping[str, tuple[int, ...]],
@@ -213,7 +213,7 @@ class _Prefetcher:
         ended = Event()
         self.end = weakref.finalize(self, _end, ended, self._free)
         # The thread must not refer to this object, because it ends when this object is collected.
-        needed = _endless(needs, iterations, begin)
+        needed = _endless(needs, iterations, compares)
         work = partial(_prefetch, memory, needed, make, self._free, self._made, ended)
         start_thread("inputs", work, end=partial(_end, ended, self._free))
 
@@ -262,10 +262,10 @@ def _end(ended: Event, free: SimpleQueue[_Buffers | None]) -> None:
     free.put(None)  # wakes the thread if it waits for a free buffer
 
 
-def _endless(needs: Sequence[Need], iterations: int, begin: int) -> Iterator[Need]:
+def _endless(needs: Sequence[Need], iterations: int, compares: Callable[[int], bool]) -> Iterator[Need]:
     for offset in count(0, iterations):
         for need in _later(needs, offset):
-            if not need.compared or is_compared(need.iteration, begin):
+            if not need.compared or compares(need.iteration):
                 yield need
 
 

@@ -20,7 +20,8 @@ from auto3d.runtime.waiting import waiting_for
 
 CAUSE = (
     "each rank reads by itself, so what it reads must follow from the position of a sample alone: seed whatever draws "
-    "at random, sort what comes from a set or a folder, and change no file during the training"
+    "at random, sort what comes from a set or a folder, tell all ranks the same epoch, and change no file during the "
+    "training"
 )
 
 

@@ -9,6 +9,7 @@ from auto3d.cost.throughput import IterationFlops, throughput
 from auto3d.plan import Plan
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.watch.of_rank import Watched
+from auto3d.runtime.watch.slow_data import SlowData
 from auto3d.runtime.watch.slow_rank import SlowRank
 
 RUNNING = 10  # iterations whose median time the rates are of, so that one slow iteration does not hide them
@@ -31,6 +32,7 @@ class Metrics:
     peak_bytes: int | None  # largest peak memory of a rank so far
     peak_rank: int | None  # the rank that has it
     slow: tuple[SlowRank, ...] = ()
+    slow_data: SlowData | None = None  # the rank that waits longest for data, if it waits long
 
 
 def metrics_of(
@@ -61,6 +63,7 @@ def metrics_of(
             peak_bytes=None if emulated else watched.peak_bytes,
             peak_rank=None if emulated else watched.peak_rank,
             slow=watched.slow,
+            slow_data=watched.slow_data,
         )
 
     return make

@@ -1,4 +1,4 @@
-"""When each operation of a rank ran on its device, and how long it waited for other ranks."""
+"""When each operation of a rank ran on its device, and how long it waited for other ranks and for data."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -23,6 +23,12 @@ class StepObserver(Protocol):
 
     def end_wait(self) -> None:
         """The wait is over, or queued."""
+
+    def begin_read(self) -> None:
+        """The executor takes the inputs of a micro-batch from the data, or waits for the thread that reads them."""
+
+    def end_read(self) -> None:
+        """It has them, or their copies to the device are queued."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class OperationTimes:
         self._seconds, self._mark = clock.seconds, clock.mark
         self._marks: list[tuple[Operation, list[Mark]]] = []  # begin, begin and end of each wait, and end
         self._present: list[Mark] | None = None  # marks of the operation that runs
+        self._reads: list[Mark] = []  # begin and end of each read
 
     def begin(self, operation: Operation) -> None:
         if self.annotate is not None:
@@ -73,6 +80,19 @@ class OperationTimes:
             self._present.append(self._mark())
 
     end_wait = begin_wait
+
+    def begin_read(self) -> None:
+        self._reads.append(self._mark())
+
+    end_read = begin_read
+
+    def take_read_s(self) -> float:
+        """Seconds of the device's time that passed in reads since the last call; the device has run them all.
+
+        A GPU that still has work while its host reads loses none.
+        """
+        marks, self._reads = self._reads, []
+        return sum(map(self._seconds, marks[::2], marks[1::2]))
 
     def take(self, origin: Mark) -> list[ObservedOperation]:
         """The operations since the last call, in order, in seconds after ``origin``; the device has run them all."""

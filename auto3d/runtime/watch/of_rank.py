@@ -20,6 +20,7 @@ from auto3d.runtime.watch.clock_offset import seconds_ahead
 from auto3d.runtime.watch.observer import ObservedOperation, OperationTimes
 from auto3d.runtime.watch.peak_memory import PeakMemory
 from auto3d.runtime.watch.rank_trace import IterationTracer
+from auto3d.runtime.watch.slow_data import SlowData, SlowReads
 from auto3d.runtime.watch.slow_rank import COMPARED, OperationMedians, SlowRank, SlowRanks, lags_of, medians_of
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import Program
@@ -52,6 +53,7 @@ class Watched:
     peak_bytes: int | None = None  # largest peak memory of a rank so far; None before the first exchange
     peak_rank: int | None = None  # the rank that has it
     slow: tuple[SlowRank, ...] = ()
+    slow_data: SlowData | None = None  # None: no stage waits long for data
     traced: TracedIteration | None = None  # the iteration that has just ended, if it was traced
 
 
@@ -77,7 +79,8 @@ class Watch:
         self._times = OperationTimes(self._clock)
         executor.observe(self._times)
         self._stages, self._memory = len(plan.stages), memory
-        self._slow = SlowRanks(THIS_RANK.hosts)
+        self._slow, self._slow_reads = SlowRanks(THIS_RANK.hosts), SlowReads(THIS_RANK.hosts)
+        self._read_s = 0.0  # in reads since the last exchange
         self._observed: list[ObservedOperation] = []
         self._exchanged_at = first_iteration  # iterations done at the last exchange
         self._window = FIRST_WINDOW  # iterations until the next one
@@ -88,6 +91,7 @@ class Watch:
         """Note the operations of the iterations that have ended; ``done`` iterations are complete on every rank."""
         observed = self._times.take(self._origin)
         self._observed += observed
+        self._read_s += self._times.take_read_s()
         traced = None
         if self._tracer is not None:
             traced = self._end_trace(self._tracer, observed, done)
@@ -130,12 +134,15 @@ class Watch:
         seconds = (perf_counter() - self._began) / iterations
         none = (0.0, 0.0)
         table = [number for key in self._keys() for number in mine.get(key, none)]
-        rows = of_all_ranks([seconds, float(self._memory.bytes()), *table], torch.float64).tolist()
+        rows = of_all_ranks(
+            [seconds, float(self._memory.bytes()), self._read_s / iterations, *table],
+            torch.float64,
+        ).tolist()
         ranks: list[OperationMedians] = [
             {
-                key: (row[2 + 2 * number], row[3 + 2 * number])
+                key: (row[3 + 2 * number], row[4 + 2 * number])
                 for number, key in enumerate(self._keys())
-                if row[3 + 2 * number]
+                if row[4 + 2 * number]
             }
             for row in rows
         ]
@@ -145,10 +152,12 @@ class Watch:
             peak_bytes=max(peaks),
             peak_rank=peaks.index(max(peaks)),
             slow=self._slow.after(lags_of(ranks, iteration_s)),
+            slow_data=self._slow_reads.after([row[2] for row in rows], iteration_s),
         )
         # Equal on every rank, because it follows from what all of them have exchanged.
         self._window = max(FIRST_WINDOW, ceil(LEAST_S / iteration_s))
         self._observed.clear()
+        self._read_s = 0.0
         self._exchanged_at, self._began = done, perf_counter()
 
     def _keys(self) -> list[tuple[int, Kind]]:

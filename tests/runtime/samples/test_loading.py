@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -174,7 +175,7 @@ def test_what_is_compared_is_read_in_the_first_iterations_and_now_and_then():
             micro_batches=2,
             compared=other,
         )
-        loader.start(program_needs, 1, begin=5)
+        loader.start(program_needs, 1, partial(is_compared, begin=5))
         for need in program_needs:
             if not need.compared or is_compared(iteration, 5):
                 found.append(loader.read(need.iteration, need.index, need.names, compared=need.compared).inputs)

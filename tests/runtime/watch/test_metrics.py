@@ -11,6 +11,7 @@ from auto3d.runtime.settings import OptimizerSettings
 from auto3d.runtime.watch.metrics import metrics_of
 from auto3d.runtime.watch.observer import ObservedOperation
 from auto3d.runtime.watch.of_rank import Watched
+from auto3d.runtime.watch.slow_data import SlowData, SlowReads
 from auto3d.runtime.watch.slow_rank import LEAST_SHARE, SlowRanks, lags_of, medians_of
 from auto3d.schedule.operation import Kind, parse
 
@@ -88,6 +89,12 @@ def test_a_lag_is_the_ratio_to_the_median_of_the_others():
     ranks = [medians(F=1.0, B=2.0), medians(F=1.0, B=2.0), medians(F=1.3, B=3.0), {(1, Kind.FORWARD): (9.0, 2.0)}]
     assert lags_of(ranks, 10.0) == {2: (0, Kind.BACKWARD, 1.5)}, "the last rank alone runs its stage"
     assert lags_of(ranks, 2.01 / LEAST_SHARE) == {}, "two micro-batches lose a second each: less than the least share"
+
+
+def test_stages_wait_for_data_after_two_windows_until_they_do_not():
+    reads = SlowReads(["a", "b"])
+    said = [reads.after(read_s, 2.0) for read_s in ([0.1, 0.3], [0.5, 0.3], [0.2, 0.2], [0, 0.3], [0, 0.3], [0, 1.0])]
+    assert said == [None, SlowData(0, "a", 0.25), None, None, SlowData(1, "b", 0.15), SlowData(1, "b", 0.5)]
 
 
 def test_a_rank_is_slow_after_two_windows_until_it_has_recovered():
