@@ -234,6 +234,7 @@ def _export(
     program.output_node().args = ((loss, *outputs.values()),)
     program.eliminate_dead_code()  # removes what only other outputs need; writes to buffers stay
     _check_sizes(program)
+    _check_types(program)
     _check_constants(program, constants, module)
     _check_views(program, buffers, model)
     _name_by_module(program)
@@ -412,6 +413,34 @@ def _check_sizes(program: fx.Graph) -> None:
                     f"{name_of(node.target)} returns a size or a number that depends on data{node_line(node)}; a "
                     "captured program has fixed sizes: use a mask or torch.where there, and tensors instead of numbers"
                 )
+
+
+_aten = torch.ops.aten
+_ONE_TYPE = (
+    *(_aten.linear.default, _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default),
+    *(
+        _aten.matmul.default,
+        _aten.conv1d.default,
+        _aten.conv2d.default,
+        _aten.conv3d.default,
+        _aten.convolution.default,
+    ),
+)
+"""Operators whose tensors must be of one type, which torch says only where they have values."""
+
+
+def _check_types(program: fx.Graph) -> None:
+    """Raise CaptureError where tensors of several types are multiplied, as in a model of half() with float32 inputs."""
+    for node in program.nodes:
+        if node.op != "call_function" or node.target not in _ONE_TYPE:
+            continue
+        values = [each.meta["val"] for each in node.all_input_nodes]
+        types = dict.fromkeys(str(each.dtype).removeprefix("torch.") for each in values)
+        if len(types) > 1:
+            raise CaptureError(
+                f"{name_of(node.target)} takes {' and '.join(types)}{node_line(node)}, and torch multiplies numbers of "
+                "one type: convert the input there, or keep the model in float32, without half() or bfloat16()"
+            )
 
 
 def _check_views(program: fx.Graph, buffers: Mapping[str, str], model: EmptyModel) -> None:

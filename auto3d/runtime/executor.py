@@ -13,6 +13,7 @@ from time import perf_counter
 
 import torch
 
+from auto3d.errors import InputError
 from auto3d.runtime.loss_scale import LossScale
 from auto3d.runtime.messages.exchange import Exchange
 from auto3d.runtime.messages.gradient_sync import GradientSync
@@ -28,6 +29,7 @@ from auto3d.runtime.samples.incomplete_batch import IncompleteBatch, IncompleteB
 from auto3d.runtime.samples.inputs import MicroBatchInputs
 from auto3d.runtime.samples.sizes import ShorterSamples, SizedStages
 from auto3d.runtime.stage.module import StageModule
+from auto3d.runtime.stage.out_of_range import OutOfRangeError
 from auto3d.runtime.watch.observer import StepObserver
 from auto3d.schedule.operation import Kind, Operation
 from auto3d.schedule.program import Communication, GradientSum, LossSum, Message, PipeStage, Program, Step, without
@@ -143,6 +145,8 @@ class Executor:
                     call()
             except Exception as error:
                 self._memory.check(error, step.operation)
+                if isinstance(error, OutOfRangeError):
+                    raise InputError(f"iteration {number}{step.where}: {error}") from error
                 raise
             if observer is not None:
                 observer.end()

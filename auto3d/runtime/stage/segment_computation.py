@@ -13,6 +13,7 @@ from auto3d.capture.graph import Graph
 from auto3d.partition.segment import Segment
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage.module import Gradients, Tensors
+from auto3d.runtime.stage.out_of_range import out_of_range
 from auto3d.runtime.stage.program import ProgramOfStage
 from auto3d.runtime.stage.saved_activations import no_saved_activations
 from auto3d.runtime.stage.target_counts import TargetCounts
@@ -47,18 +48,34 @@ class _InFlight:
 class _Segment:
     """Runs one segment by its ``program``; each use of a tensor in ``per_use`` gets its own leaf."""
 
-    def __init__(self, segment: Segment, written: Collection[str], per_use: Collection[str], program: Any) -> None:
+    def __init__(
+        self, segment: Segment, written: Collection[str], per_use: Collection[str], program: Any, whole: fx.Graph
+    ) -> None:
         self.kept, self.takes, self.gives = segment.kept, segment.takes, segment.gives
         self._written = [name for name in segment.state if name in written]
         self._per_use = per_use
         self._module, self._state, self._values = program
+        self._whole = whole
 
     def copy_buffers(self, state: Tensors) -> dict[str, torch.Tensor]:
         """Copies of the buffers that the segment writes to."""
         return {name: state[name].clone() for name in self._written}
 
     def run(self, state: Tensors, values: Tensors) -> tuple[list[torch.Tensor], list[_Use]]:
-        """The values that it gives, and its uses of the tensors that get a leaf per use, in order."""
+        """The values that it gives, and its uses of the tensors that get a leaf per use, in order.
+
+        Raises InputError for whole numbers that an operation cannot take, on a CPU: a GPU says so later.
+        """
+        try:
+            return self._run(state, values)
+        except IndexError as error:
+            arguments = [*map(state.__getitem__, self._state), *map(values.__getitem__, self._values)]
+            why = out_of_range(self._module, arguments, [*self._state, *self._values], self._whole)
+            if why is None:
+                raise
+            raise why from error
+
+    def _run(self, state: Tensors, values: Tensors) -> tuple[list[torch.Tensor], list[_Use]]:
         run = self._module.forward  # a call of the module itself would look for hooks, which it has none of
         if not self._per_use:
             return run(*map(state.__getitem__, self._state), *map(values.__getitem__, self._values)), []
@@ -91,7 +108,7 @@ class SegmentComputation:
         targets: TargetCounts,
     ) -> None:
         self.targets = targets
-        stage, graph = program.stage, program.captured.graph
+        stage, graph, whole = program.stage, program.captured.graph, program.captured.exported.program
         self._received = [(transfer.value.name, transfer.value.differentiable) for transfer in stage.received]
         users = Counter(name for segment in divided for name in {*segment.state, *segment.takes})
         self._common_weights = [n for n, count in users.items() if count > 1 and n in graph.trained]
@@ -101,7 +118,7 @@ class SegmentComputation:
         if len(divided) == 1:
             per_use = set()
         self._segments = [
-            _Segment(segment, graph.written_buffers, per_use, program_of(segment, per_user=per_use))
+            _Segment(segment, graph.written_buffers, per_use, program_of(segment, per_user=per_use), whole)
             for segment in divided
         ]
         self._taken = {name for segment in divided for name in segment.takes}  # other inputs it only sends onward

@@ -19,6 +19,7 @@ from auto3d.plan import PlanError, stages_between
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage.build import build_stage
 from auto3d.runtime.stage.module import StageModule
+from auto3d.runtime.stage.out_of_range import OutOfRangeError
 from auto3d.runtime.stage.program import ProgramOfStage
 from tests.models import MODELS, captured
 
@@ -58,6 +59,31 @@ def test_the_input_half_defers_weight_gradients_of_products_to_the_weight_half(m
     assert len(empty) >= 0.9 * len(matrices) > 10
     running.backward_weight(0)
     assert all(parameters[name].grad.any() for name in matrices)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        (
+            "input_ids",
+            5000,
+            r"^input_ids: found 5000 in sample 1; the model takes whole numbers from 0 to \d+ at .*\.py",
+        ),
+        (
+            "labels",
+            -7,
+            r"^labels: found -7 in sample 1; .* from 0 to \d+, and -100 for what is ignored, at .*\.py, line",
+        ),
+    ],
+)
+def test_a_whole_number_that_the_model_cannot_take_is_named_with_its_sample(name, value, line, recompute):
+    running, _, batch = whole_model("gpt2", recompute=recompute)
+    batch = {**batch, name: batch[name].clone()}
+    batch["labels"][0] = -100
+    batch[name][1, 3] = value
+    with pytest.raises(OutOfRangeError, match=line):
+        running.forward(0, {}, batch)
 
 
 def test_a_stage_that_recomputes_keeps_nothing_of_its_forward():
