@@ -1,8 +1,9 @@
 """Checks of a dataset before its training starts, through the same road that the training takes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from math import isclose, isfinite
 from typing import Any
 
@@ -10,16 +11,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 
 from auto3d.data.fingerprint import fingerprints
 from auto3d.errors import InputError
 from auto3d.runtime.waiting import waiting_for
+from auto3d.trainer.instance import build_of
+from auto3d.trainer.padding import Padding
 from auto3d.trainer.rank_zero import of_rank_0
 from auto3d.trainer.samples import CollatedData, bytes_of
 from auto3d.trainer.stream import Stream
 
 MOST_FLOPS = 1e11  # a forward that only a check runs has no more
+_PADDED = 2  # samples that are padded to see whether that counts
 _TRIED = 4  # pairs of samples that are tried of any dataset
+_MOST_NUMBERS = 3 * 10**8  # parameters of a model that a check copies
+_EQUAL = 1e-6  # difference in float64 of what is equal; models compute some of it in float32
 ALIKE = 1e-4  # difference of two losses that rounding may explain
 
 
@@ -104,6 +112,52 @@ def check_padding(model: nn.Module, loss_of: Callable[..., Any], data: CollatedD
             f"where it is padded to {padding.length}: the model takes places into account that its attention_mask "
             "leaves out; let it mask them, or make all samples equally long"
         )
+
+
+def needs_mask(model: nn.Module, loss_of: Callable[..., Any], data: CollatedData, padding: Padding) -> bool:
+    """Whether ``padding`` behind the samples of ``data`` would count, since their collator gives no attention_mask.
+
+    It does not where tokens attend to earlier ones alone, and labels of padding are ignored. That is tried with a copy
+    of ``model`` in float64, with noise added to its weights so that none of them is zero: if its loss or an output is a
+    function of padding, they differ. Padding is said to count where that would not be cheap, where the model cannot be
+    run so, and where it takes statistics of a batch. ``loss_of`` takes the model and a batch, and with return_outputs
+    gives (the loss, the outputs).
+    """
+    numbers = sum(each.numel() for each in model.parameters())
+    is_costly = numbers > _MOST_NUMBERS or 2 * padding.length * numbers > MOST_FLOPS
+    takes_statistics = any(isinstance(part, _BatchNorm) for part in model.modules())
+    if padding.left or is_costly or takes_statistics or any(each.is_meta for each in model.parameters()):
+        return True
+    count = len(data.dataset) if hasattr(data.dataset, "__len__") else 2
+    places = [*extremes(data.dataset, padding.main), *range(0, count, max(1, count // _TRIED))]
+    plain, padding, found = replace(data, padding=None), replace(padding, needs_mask=False), list[bool]()
+    with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=()):
+        noisy = build_of(model)().cpu().double().eval()
+        torch.manual_seed(0)
+        for parameter, value in zip(noisy.parameters(), model.parameters(), strict=True):
+            noise = torch.randn_like(parameter) / (parameter.shape[-1] if parameter.dim() > 1 else 1) ** 0.5
+            parameter.copy_(value + noise if parameter.is_floating_point() else value)
+        batches = (plain.collated([place], [0, 0]) for place in places)
+        shorter = (each for each in batches if each[padding.main].shape != padding(each)[padding.main].shape)
+        for batch in islice(shorter, _PADDED):
+            if "attention_mask" in batch:
+                return True
+            results = [loss_of(noisy, dict(each), return_outputs=True) for each in (batch, padding(batch))]
+            pairs = zip(*([loss, *tree_leaves([*_values(outputs)])] for loss, outputs in results), strict=True)
+            found.append(all(_is_beginning(*pair) for pair in pairs if isinstance(pair[0], torch.Tensor)))
+        return not found or not all(found)
+    return True
+
+
+def _values(outputs: Any) -> Any:
+    return outputs.values() if isinstance(outputs, Mapping) else outputs
+
+
+def _is_beginning(value: torch.Tensor, longer: torch.Tensor) -> bool:
+    """Whether ``value`` [samples, tokens, …] is equal to ``longer`` as far as it goes."""
+    if value.dim() > 1:
+        longer = longer[:, : value.shape[1]]
+    return value.shape == longer.shape and torch.allclose(value, longer, rtol=_EQUAL, atol=_EQUAL)
 
 
 def extremes(dataset: Any, main: str) -> list[int]:

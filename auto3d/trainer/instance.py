@@ -24,7 +24,8 @@ def build_of(model: nn.Module) -> Callable[[], nn.Module]:
     """A function that makes a module like ``model``: its values if it has none yet, else no values.
 
     A module on the meta device is made again from its config, so that it must be a PreTrainedModel. Any other is copied
-    around its parameters, whose memory the copy does not touch. Raises InputError for what cannot be trained so.
+    around its parameters, whose memory the copy does not touch. Where none of its parameters is trained, which is for
+    an evaluation, all are in the modules. Raises InputError for what cannot be trained so.
     """
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise InputError(f"model: it is a {type(model).__name__}, and a pipeline divides the work; give its .module")
@@ -41,7 +42,7 @@ def build_of(model: nn.Module) -> Callable[[], nn.Module]:
         )
     on_meta = [parameter.is_meta for parameter in model.parameters()]
     if not any(on_meta):
-        return lambda: _without_cache(_like(model))
+        return lambda: _without_cache(_with_trained(_like(model)))
     if not all(on_meta) or not isinstance(model, PreTrainedModel):
         problem = "only some of its parameters are" if not all(on_meta) else "it is no PreTrainedModel, and so it is"
         raise InputError(
@@ -55,7 +56,7 @@ def build_of(model: nn.Module) -> Callable[[], nn.Module]:
         made: nn.Module = kind._from_config(copy.deepcopy(config))
         for name, parameter in made.named_parameters():
             parameter.requires_grad_(trains[name])
-        return _without_cache(made)
+        return _without_cache(_with_trained(made))
 
     return build
 
@@ -159,6 +160,14 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor] | None:
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
     return {name: tensor.detach() for name, tensor in [*buffers_of(model).items(), *model.named_parameters()]}
+
+
+def _with_trained(model: nn.Module) -> nn.Module:
+    """``model``, all of whose parameters are trained if none is: a pipeline is cut for training, which may not come."""
+    parameters = [each for each in model.parameters() if each.is_floating_point()]
+    for parameter in [] if any(each.requires_grad for each in parameters) else parameters:
+        parameter.requires_grad_(True)
+    return model
 
 
 def _without_cache(model: nn.Module) -> nn.Module:

@@ -29,6 +29,7 @@ class Padding:
     left: bool = False  # whether the tokenizer pads on the left
     places: bool = False  # whether the model has an embedding for each place
     says: str = "TrainingArguments.sequence_length is"  # who says the length, in words
+    needs_mask: bool = True  # whether padding counts unless an attention_mask hides it
 
     def length_of(self, batch: Mapping[str, torch.Tensor]) -> int | None:
         """The tokens of the longest sequence in ``batch``; None if it has none as the main input."""
@@ -89,10 +90,10 @@ class Padding:
                 )
             filler = value.new_full((*value.shape[:at], missing, *value.shape[at + 1 :]), self.values[name])
             padded[name] = torch.cat([filler, value] if self.left else [value, filler], dim=at)
-        if missing and "attention_mask" in self.values and "attention_mask" not in batch:
+        if missing and self.needs_mask and "attention_mask" not in batch:
             raise InputError(
-                "data_collator: it gives no attention_mask, so padding would be attended to; have it give one, or "
-                "make all samples equally long"
+                "data_collator: it gives no attention_mask, and the model's loss was not found to be the same with "
+                "padding, which it would attend to; have it give one, or make all samples equally long"
             )
         return padded
 

@@ -39,7 +39,7 @@ from auto3d.trainer.callbacks import (
     is_users,
     name_of,
 )
-from auto3d.trainer.checks import check_padding, check_same_data, check_samples, limits_of
+from auto3d.trainer.checks import check_padding, check_same_data, check_samples, limits_of, needs_mask
 from auto3d.trainer.draws import EvaluationDraws, TrainingDraws, draw_seed_of_workers, read_draws, write_draws
 from auto3d.trainer.evaluation import Evaluation, check_evaluation, evaluated, metrics_of
 from auto3d.trainer.folders import check_complete, last_complete, load_weights, write_state
@@ -131,6 +131,7 @@ class Trainer(transformers.Trainer):
         self._first_item: int | None = None  # see CollatedData
         self._has_told_of_values = False  # see _follow_values
         self._length: int | None = None  # tokens to which samples are padded where the arguments do not say it
+        self._needs_mask = True  # see Padding
         self._stands_in = False  # whether the pipeline was made for labels that stand in, since samples had none
         self._iterations: Iterator[tuple[int, IterationResult]] = iter(())
         self._made_of: tuple[Any, dict[str, Any]] = None, {}  # an optimizer of transformers, and arguments for it
@@ -183,6 +184,11 @@ class Trainer(transformers.Trainer):
             raise InputError("Trainer.train: there is no train_dataset; give Trainer(train_dataset=)")
         if hasattr(self.train_dataset, "__len__") and not len(self.train_dataset):
             raise InputError("train_dataset: it has no samples; look at what selects or filters them")
+        if not any(each.requires_grad for each in self.model.parameters()):
+            raise InputError(
+                "Trainer.train: no parameter of the model requires a gradient, so there is nothing to train; set "
+                "requires_grad of those to train"
+            )
         check_callbacks(self.callback_handler.callbacks)
         check_attributes(self, self._made_with)
         self._pipeline.check_batch()
@@ -629,6 +635,7 @@ class Trainer(transformers.Trainer):
             missing = -samples % global_batch if max_steps >= self._updates_per_epoch else 0
         self._length = None
         lengths = self._find_length([loader, *self._loaders_of_evaluations().values()])
+        self._find_padding(loader, self._order)
         data = replace(self._collated(loader, self._order), missing=missing).with_shapes()
         check_same_data(data, "train_dataset")
         longest = None if lengths is None or self._length is None else self._of_micro_batches(lengths, max_steps)
@@ -695,7 +702,19 @@ class Trainer(transformers.Trainer):
     def _padding(self, length: int | None) -> Padding | None:
         if length is None:
             return None
-        return padding_of(length, self.model, self._tokenizer(), is_found=self.args.sequence_length is None)
+        found = padding_of(length, self.model, self._tokenizer(), is_found=self.args.sequence_length is None)
+        return replace(found, needs_mask=self._needs_mask)
+
+    def _find_padding(self, loader: Any, order: TrainOrder | InOrder | Stream) -> None:
+        """Find whether samples of ``loader`` that have no attention_mask can be padded; all ranks must call it."""
+        if (length := self.args.sequence_length or self._length) is None:
+            return
+        padding, data = padding_of(length, self.model, self._tokenizer()), self._collated(loader, order)
+        self._needs_mask = of_rank_0(
+            lambda: needs_mask(self.model, self.compute_loss, data, padding),
+            "to find whether padding counts",
+            timeout_s=self.args.ddp_timeout,
+        )
 
     def _of_micro_batches(self, lengths: np.ndarray, max_steps: int) -> np.ndarray | None:
         """The tokens of the longest sample in each micro-batch of the first epoch, or of as much as tells them all.
@@ -868,6 +887,7 @@ class Trainer(transformers.Trainer):
         order = InOrder(samples, self._pipeline.batch.global_batch, positions=positions)
         if not self.is_in_train:
             self._find_length([loader])
+            self._find_padding(loader, order)
         return self._collated(loader, order).with_shapes()
 
     def _evaluation_in_sequence(self, data: CollatedData) -> CollatedData:

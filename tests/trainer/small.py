@@ -97,6 +97,16 @@ def trainer(
     )
 
 
+def both_ways():
+    """A model whose tokens attend to later ones, too."""
+    set_seed(0)
+    return BertForMaskedLM(BertConfig(**SIZES, **UNDROPPED))
+
+
+def frozen():
+    return llama().requires_grad_(False)
+
+
 def masked(**arguments):
     """A masked LM on samples of unequal length."""
     set_seed(0)
@@ -135,6 +145,7 @@ PREDICTING = {  # models with predictions of each form
         GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, output_hidden_states=True)
     ),
     "an encoder's result": lambda: t5(),
+    "a frozen model": frozen,
 }
 
 
@@ -242,13 +253,14 @@ FAULTS = {  # code that makes the trainer, and words of its error
         "cannot be captured at micro-batch size 1: Expected more than 1 value per channel when training",
     ),
     "longer samples in evaluation": (
-        lambda: trainer(eval_dataset=with_labels([[5] * 17] * 4), **AT_THE_END),
-        "data_collator: it gives no attention_mask, so padding would be attended to",
+        lambda: trainer(both_ways(), eval_dataset=with_labels([[5] * 17] * 4), **AT_THE_END),
+        "data_collator: it gives no attention_mask, and the model's loss was not found to be the same with padding",
     ),
     "one longer sample in evaluation": (
         lambda: trainer(eval_dataset=with_labels(faulty(rows(8), 5, [5] * 17)), **AT_THE_END),
         "data_collator: it makes no batch of samples 0 and 5, which are not equally long",
     ),
+    "a frozen model": (lambda: trainer(frozen()), "Trainer.train: no parameter of the model requires a gradient"),
     "data parallel": (
         lambda: trainer(torch.nn.DataParallel(llama())),
         "model: it is a DataParallel, and a pipeline divides the work; give its .module",

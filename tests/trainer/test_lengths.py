@@ -1,5 +1,6 @@
 """Samples of many lengths, which a collator pads to the longest of a batch: the numbers of one transformers process."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 
@@ -12,8 +13,9 @@ from transformers import BertConfig, BertForTokenClassification, DataCollatorFor
 
 from auto3d.capture.export import InputSpec
 from auto3d.errors import InputError
+from auto3d.trainer.checks import needs_mask
 from auto3d.trainer.lengths import MOST, lengths_of, lengths_to_capture
-from auto3d.trainer.padding import Padding
+from auto3d.trainer.padding import Padding, padding_of
 from auto3d.trainer.predictions import concatenated
 from auto3d.trainer.samples import CollatedData, InOrder
 from auto3d.trainer.widths import Widths, lengthened
@@ -98,6 +100,94 @@ def test_samples_of_many_lengths_train_as_in_one_process(degrees, kind, processe
         np.testing.assert_allclose(predicted, predictions, rtol=1e-3, atol=1e-4)  # also what fills shorter batches
         assert labels_here.tolist() == labels.tolist()
         assert loss_here == pytest.approx(loss, rel=1e-4)
+
+
+def unmasked(samples):
+    """A batch as many scripts pad it, without a mask."""
+    padded = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    texts = [torch.tensor(each["input_ids"]) for each in samples]
+    return {"input_ids": padded(texts), "labels": padded(texts, padding_value=-100)}
+
+
+def trained_without_mask(world, folder, port, *classes):
+    """Losses, norms and evaluations of a causal model, and its predictions."""
+    begin(world, folder, port, ours=not classes)
+    lengths, evaluated, predicted = LENGTHS["many"]
+    made = small.trainer(
+        data=[{"input_ids": each["input_ids"]} for each in tagged(lengths)],
+        collator=unmasked,
+        eval_dataset=tagged(evaluated, 1),
+        max_steps=6,
+        **small.AT_THE_END,
+        **({"classes": classes} if classes else {}),
+    )
+    made.train()
+    keys = ("loss", "grad_norm", "eval_loss")
+    logged = [entry[key] for entry in made.state.log_history for key in keys if key in entry]
+    return logged, made.predict([{"input_ids": each["input_ids"]} for each in tagged(predicted, 2)]).predictions
+
+
+def test_a_causal_model_needs_no_mask_of_padding_behind_its_tokens(processes, tmp_path):
+    classes = transformers.Trainer, transformers.TrainingArguments
+    ((logged, predictions),) = processes.run(1, trained_without_mask, tmp_path, None, *classes)
+    for found, predicted in processes.run(2, trained_without_mask, tmp_path, free_port()):
+        assert found == pytest.approx(logged, rel=1e-4)
+        np.testing.assert_allclose(predicted, predictions, rtol=1e-3, atol=1e-4)
+
+
+class Pooled(small.InTuples):
+    """Adds to each place what ``over`` makes of all of them, by a gate that is closed at first."""
+
+    def __init__(self, over):
+        super().__init__()
+        self.over, self.gate = over, torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, input_ids, labels=None):
+        hidden = self.embedding(input_ids)
+        hidden = hidden + self.gate * self.over(hidden)
+        predicted = self.head(torch.relu(self.body(hidden)))
+        return torch.nn.functional.cross_entropy(predicted.flatten(0, 1), labels.flatten()), predicted
+
+
+def before(hidden):
+    return hidden.cumsum(1)
+
+
+def after(hidden):
+    return hidden.sum(1, keepdim=True) - hidden.cumsum(1)
+
+
+class BeforeWithNorm(Pooled):
+    def __init__(self):
+        super().__init__(before)
+        self.norm = torch.nn.BatchNorm1d(4)
+
+
+@pytest.mark.parametrize(
+    ("model", "needs"),
+    [
+        (small.llama, False),
+        (small.both_ways, True),
+        (lambda: Pooled(before), False),
+        (lambda: Pooled(after), True),
+        (BeforeWithNorm, True),
+        (lambda: small.llama().to("meta"), True),
+    ],
+)
+def test_padding_counts_unless_only_earlier_tokens_are_attended_to(model, needs):
+    def loss_of(model, batch, *, return_outputs):
+        assert return_outputs
+        outputs = model(**batch)
+        return (outputs[0], outputs) if isinstance(outputs, tuple) else (outputs.loss, outputs)
+
+    data = CollatedData(dataset=tagged([5, 9, 7, 6]), collate=unmasked, order=InOrder(4, 4))
+    model, state = model(), torch.get_rng_state()
+    padding = padding_of(12, model, None)
+    assert needs_mask(model, loss_of, data, padding) is needs
+    assert torch.equal(torch.get_rng_state(), state)
+    assert needs_mask(model, loss_of, data, replace(padding, left=True)), "places would be shifted"
+    assert needs_mask(model, loss_of, replace(data, dataset=tagged([12] * 4)), padding), "none is padded"
+    assert needs_mask(model, lambda *_, **__: 1 / 0, data, padding), "its loss cannot be tried"
 
 
 def tokens_at(lengths, captured):

@@ -290,7 +290,7 @@ def predictions(world, folder, port, *classes, names=tuple(small.PREDICTING)):
     return found
 
 
-@pytest.mark.parametrize("names", [("a tuple",), *soak((tuple(small.PREDICTING),))], ids=str)
+@pytest.mark.parametrize("names", [("a tuple", "a frozen model"), *soak((tuple(small.PREDICTING),))], ids=str)
 def test_predictions_are_those_of_transformers(names, processes, tmp_path):
     classes = (transformers.Trainer, transformers.TrainingArguments)
     (one,) = processes.run(1, partial(predictions, names=names), tmp_path, None, *classes)
