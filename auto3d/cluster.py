@@ -33,6 +33,7 @@ class Accelerator:
     float8_flops: float | None = None  # the same of products whose operands have 8 bits; None: there are none
     memory_bandwidth: float = 700e9  # bytes per second
     memory_bytes: float | None = None  # memory that a process may fill; None: unknown
+    capability: float | None = None  # NVIDIA's compute capability; None: unknown, or no GPU of NVIDIA's
     matrix_efficiency: float = 0.6
     half_flops: float = 1e9  # a matrix product of this many FLOPs takes twice its time at full efficiency
     unaligned: tuple[tuple[int, float], ...] = ()

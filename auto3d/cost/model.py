@@ -16,6 +16,7 @@ from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.collectives import TRAFFIC, Group, GroupLink, Traffic
 from auto3d.cost.estimate import METHODS, Estimate, SecondsOf, busiest
 from auto3d.cost.memory.plan import PlanMemory
+from auto3d.cost.memory.workspaces import with_workspaces
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
 from auto3d.cost.stage_messages import StageMessages
@@ -101,7 +102,7 @@ class CostModel:
         self._times_of_work = times_of_work
         self.stage_seconds = stage_seconds
         self._work = ModelWork(work_at, training)
-        self.memory = PlanMemory(self._work, training)
+        self.memory = PlanMemory(self._work, with_workspaces(training, cluster))
         self._stage_times = StageTimes(self._work, times_at, hides_collectives=training.times.hides_collectives)
         self._messages = StageMessages(cluster, self._work, training)
         self._has_handling = any(any(node.handling) for node in cluster.nodes)

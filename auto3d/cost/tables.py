@@ -53,6 +53,10 @@ class WorkTables:
     def saved(self, operations: Sequence[tuple[int, int]]) -> float:
         return self._sum("saved", operations)
 
+    def products(self, operations: Sequence[tuple[int, int]]) -> int:
+        """The number of matrix products in the forward of ``operations``."""
+        return int(self._sum("products", operations))
+
     def deferred(self, operations: Sequence[tuple[int, int]]) -> float:
         return self._sum("deferred", operations)
 

@@ -26,6 +26,8 @@ class TrainingOptions:
     system: System | None = None  # system whose memory is predicted; None: this runtime
     times: SystemTimes = OWN  # time beside the operators of the model
     reserve_bytes: float = 0.0  # further bytes on each device
+    deterministic: bool = False  # deterministic algorithms only, for which cuBLAS may get larger workspaces
+    workspace_bytes: float = 0.0  # workspaces of cuBLAS on each device that has matrix products
     backward_makes_gradients: bool = True
     """Gradients of parameters that no other rank holds are made by the first backward of an iteration, as in this
     runtime; False: all are in buffers that exist all the time, as in Megatron-LM (core/distributed)."""

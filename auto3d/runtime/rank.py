@@ -41,6 +41,7 @@ from auto3d.runtime.optimizer.memory import memory_options
 from auto3d.runtime.optimizer.stand_ins import AllParameters
 from auto3d.runtime.optimizer.state import make_state, make_state_to_load, state_tensors
 from auto3d.runtime.out_of_memory import MemoryWatch
+from auto3d.runtime.process.arithmetic import cublas_workspaces
 from auto3d.runtime.process.world import World, connect, new_group
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import capture_slices, rank_program
@@ -218,7 +219,7 @@ def build_rank(
     # Programs need no peers, but every connection below is made for the messages and sums that they have.
     programs = programs_of(layout)
     # The prediction comes before anything that takes memory: where that runs out, the error names it.
-    memory = MemoryWatch(layout.device, _predicted_memory(common)[layout.device])
+    memory = MemoryWatch(layout.device, _predicted_memory(common, device)[layout.device])
     # Waits for other ranks go through this, so that each has its deadline.
     run_ahead = RunAhead(device)
     loss_scale = LossScale.of(settings.first_loss_scale)
@@ -347,17 +348,26 @@ def programs_of(layout: RankLayout) -> tuple[Program, ...]:
     return tuple(lowered[schedule.iterations] for schedule in layout.schedules)
 
 
-def _predicted_memory(common: PlanLayout) -> tuple[DeviceMemory, ...]:
-    """The estimate for each pipeline device, from the Graphs that its ranks run."""
-    return predicted_memory(common.captured, common.plan, common.settings, read_once=common.read_once)
+def _predicted_memory(common: PlanLayout, device: torch.device) -> tuple[DeviceMemory, ...]:
+    """The estimate for each pipeline device, from the Graphs that its ranks run, if all are like ``device``."""
+    return predicted_memory(
+        common.captured,
+        common.plan,
+        common.settings,
+        read_once=common.read_once,
+        workspaces=cublas_workspaces(device),
+    )
 
 
 def predicted_memory(
-    captured: CapturedModel, plan: Plan, settings: TrainingSettings, *, read_once: bool = False
+    captured: CapturedModel, plan: Plan, settings: TrainingSettings, *, read_once: bool = False, workspaces: int = 0
 ) -> tuple[DeviceMemory, ...]:
-    """The estimate for each pipeline device of ``plan``, from the Graphs that its ranks run of ``captured``."""
+    """The estimate for each pipeline device of ``plan``, from the Graphs that its ranks run of ``captured``.
+
+    ``workspaces`` are bytes of cuBLAS's on each device.
+    """
     options = memory_options(settings.optimizer, settings.device, captured.graph.precision, lambda: captured.graph)
-    options = replace(options, read_once=read_once)
+    options = replace(options, read_once=read_once, workspace_bytes=float(workspaces))
     in_slices = len(shares_of(plan)) > 1
 
     def derived_at(samples: int, plan: Plan) -> Derived:

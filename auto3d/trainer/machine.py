@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from auto3d.cluster import Accelerator, Cluster, Node
 from auto3d.runtime.activity import THIS_RANK
+from auto3d.runtime.process.arithmetic import capability
 from auto3d.runtime.process.world import World
 from auto3d.runtime.profile.link_timing import ProfiledRanks, time_communication, time_messages
 from auto3d.runtime.waiting import waiting_for
@@ -31,16 +32,18 @@ def machine(world: World, device: torch.device) -> Cluster:
     """
     ranks = ProfiledRanks(world, device)
     hosts = list(THIS_RANK.hosts)
-    times = torch.tensor([-_memory_bytes(device, hosts.count(hosts[world.rank])), *_device_times(ranks)])
+    memory = -_memory_bytes(device, hosts.count(hosts[world.rank]))
+    times = torch.tensor([memory, capability(device) or 0.0, *_device_times(ranks)])
     times = times.double()
     with waiting_for("the other ranks to time their devices"):
         dist.all_reduce(times, dist.ReduceOp.MAX)
-    memory, product_s, copy_s = times.tolist()
+    memory, newest, product_s, copy_s = times.tolist()
     accelerator = Accelerator(
         name="measured",
         peak_flops=2 * PRODUCT[device.type] ** 3 / product_s,
         memory_bandwidth=2 * COPIED_BYTES[device.type] / copy_s,
         memory_bytes=-memory,
+        capability=newest or None,
         matrix_efficiency=1.0,
         memory_efficiency=1.0,
     )

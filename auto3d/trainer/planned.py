@@ -75,7 +75,12 @@ def plan_of(
         plan = replace(setup.plan, seed=args.seed)
         return plan, capture(build, inputs, samples_at_once(plan), device=kind, precision=precision_of(args))
     precision = precision_of(args)
-    options = TrainingOptions(precision=precision, autocast=precision != "float32", read_once=CollatedData.read_once)
+    options = TrainingOptions(
+        precision=precision,
+        autocast=precision != "float32",
+        read_once=CollatedData.read_once,
+        deterministic=args.full_determinism,
+    )
     planner_on = partial(Planner, build, inputs, global_batch=batch.global_batch, seed=args.seed, training=options)
     if setup.degrees is not None:
         choices = {"recompute": "full" if args.activation_checkpointing else "none", "partition": "autopipe"}

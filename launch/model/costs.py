@@ -7,6 +7,7 @@ from functools import cache
 from auto3d.capture.graph import Graph
 from auto3d.capture.interpolate import interpolate
 from auto3d.cost.memory.plan import PlanMemory
+from auto3d.cost.memory.workspaces import with_workspaces
 from auto3d.cost.model import CostModel
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.training_options import TrainingOptions
@@ -118,6 +119,7 @@ def runtime_memory(
     )
     settings, kind = optimizer_settings(recipe.values), recipe.values.cluster.device
     options = memory_options(settings, kind, training.precision, lambda: graph_at(INTERPOLATED[0]))
+    options = with_workspaces(replace(options, deterministic=training.deterministic), cluster(recipe))
     return PlanMemory(ModelWork(subject.work, options), options)
 
 

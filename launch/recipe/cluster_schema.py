@@ -70,6 +70,12 @@ class AcceleratorRecipe:
     )
     memory_gib: float | None = key(None, "memory that a process may fill, in GiB; none: unknown", least=0.001)
     memory_gb_per_s: float = key(700.0, "memory bandwidth, in GB/s", least=1e-6)
+    compute_capability: float | None = key(
+        None,
+        "NVIDIA's compute capability, such as 9.0, by which torch sizes the workspaces of cuBLAS that predicted memory "
+        "then has; none: it has none",
+        least=1,
+    )
     matrix_efficiency: Any = key(
         0.6,
         "fraction of the peak speed that large matrix products reach; one number, or one by precision",

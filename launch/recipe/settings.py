@@ -134,6 +134,7 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: 
         float8_flops=None if float8 is None else float8 * 1e12,
         memory_bandwidth=values.memory_gb_per_s * 1e9,
         memory_bytes=None if values.memory_gib is None else values.memory_gib * 2**30,
+        capability=values.compute_capability,
         matrix_efficiency=_in_precision(values.matrix_efficiency, precision),
         half_flops=_in_precision(values.half_gflops, precision) * 1e9,
         unaligned=tuple(
@@ -180,6 +181,7 @@ def training(recipe: Recipe) -> TrainingOptions:
         recompute_ends=prediction.recompute_ends,
         times=predicted_times(recipe),
         reserve_bytes=prediction.reserve_gib * 2**30,
+        deterministic=recipe.training.deterministic,
         system=predicted_system(recipe),
         backward_makes_gradients=predicted_precision(recipe) == recipe.training.precision
         and prediction.system == AUTO3D,

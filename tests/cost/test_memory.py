@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from auto3d.cluster import Cluster, Node, place_ranks
+from auto3d.cluster import Accelerator, Cluster, Node, place_ranks
 from auto3d.cost.layers import Layer, work_of_layers
 from auto3d.cost.memory.device import ENTRIES
+from auto3d.cost.memory.workspaces import with_workspaces, workspace_bytes
 from auto3d.cost.model import CostModel
 from auto3d.cost.systems import MEGATRON, NANOTRON
 from auto3d.cost.training_options import TrainingOptions
@@ -195,6 +196,52 @@ def test_masks_and_positions_of_slices_are_held_once():
     assert [b.weights - a.weights for a, b in zip(whole, sliced, strict=True)] == [masks + 3 * 8 * SEQUENCE, masks]
 
 
+H100_BYTES = (  # GPT-2 on an H100 (results/cuda): the peak of torch's allocator, and the estimate of the tensors
+    (3722365952, 3654094644),
+    (7969774592, 7901552428),
+    (24959500800, 24891383596),
+)
+
+
+def test_workspaces_of_cublas_are_what_an_h100_held_beside_tensors():
+    """Two handles have 32 MiB each; what is left is less than 1.2 MiB."""
+    workspaces = workspace_bytes(9.0, None)
+    assert workspaces == 2 * 32 * 2**20
+    for peak, tensors in H100_BYTES:
+        assert 0 <= peak - tensors - workspaces < 1.2 * 2**20
+
+
+def test_workspaces_are_those_of_the_capability_or_of_the_setting():
+    """The figures are those that torch 2.13 gives for these capabilities and this setting."""
+    small = 2 * (8 * 2**20 + 2**17)
+    for capability, expected in ((7.5, small), (8.9, small), (10.3, 2**26), (11.0, small), (12.1, 2**26)):
+        assert workspace_bytes(capability, None) == expected
+    assert workspace_bytes(8.0, ":4096:8") == workspace_bytes(9.0, ":4096:8") == 2**26
+    assert workspace_bytes(9.0, ":16:8:1024:1") == 2 * (2**17 + 2**20)
+    assert workspace_bytes(None, ":4096:8") == 0
+
+
+def test_workspaces_are_counted_on_gpus_of_known_capability_by_this_runtime_alone():
+    kinds = [Node(devices=1, accelerator=Accelerator(capability=capability)) for capability in (8.0, 9.0, None)]
+    gpus, unknown = Cluster(nodes=tuple(kinds), device="cuda"), Cluster(nodes=(kinds[2],), device="cuda")
+    old = Cluster(nodes=(kinds[0],), device="cuda")
+    assert with_workspaces(TrainingOptions(), gpus).workspace_bytes == 2**26  # of the largest
+    assert with_workspaces(TrainingOptions(), old).workspace_bytes == workspace_bytes(8.0, None)
+    assert with_workspaces(TrainingOptions(deterministic=True), old).workspace_bytes == 2**26
+    assert with_workspaces(TrainingOptions(), unknown).workspace_bytes == 0
+    assert with_workspaces(TrainingOptions(), replace(gpus, device="cpu")).workspace_bytes == 0
+    assert with_workspaces(TrainingOptions(system=MEGATRON), gpus).workspace_bytes == 0
+
+
+def test_a_stage_without_matrix_products_has_no_workspaces():
+    graph = captured("gpt2", 2).graph
+    first = next(n for n, node in enumerate(graph.nodes) if "addmm" in node.operator or "linear" in node.operator)
+    plan = make_plan("gpt2", dp=1, pp=2, stages=stages_between([0, first, len(graph.nodes)]))
+    with_them, without = cost_model_of("gpt2", workspace_bytes=1000.0), cost_model_of("gpt2")
+    assert [one.reserve for one in with_them.memory.devices(plan)] == [0, 1000]
+    assert [one.reserve for one in without.memory.devices(plan)] == [0, 0]
+
+
 def test_frozen_parameters_count_as_weights_alone():
     graph, frozen = captured("gpt2", 2).graph, "transformer.wte.weight"
     plan = make_plan("gpt2", dp=1, pp=1)
@@ -277,6 +324,7 @@ OTHERS = {  # one difference in what is held from this runtime in float32 each
     "autocast": ("gpt2@bfloat16", {"precision": "bfloat16", "autocast": True}),
     "adafactor": ("gpt2", {"state_elements": lambda _, shape: sum(shape)}),
     "blockwise": ("gpt2", {"recompute_ends": False}),
+    "workspaces": ("gpt2", {"workspace_bytes": 2.0**20}),
     "reserve": ("gpt2", {"reserve_bytes": 2.0**20, "sums_have_copies": True, "backward_makes_gradients": False}),
     "megatron": ("gpt2", {"system": MEGATRON, "precision": "float16", "recompute_ends": False}),
     "nanotron": ("gpt2", {"system": NANOTRON, "precision": "bfloat16"}),

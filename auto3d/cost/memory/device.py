@@ -12,7 +12,7 @@ ENTRIES = (
 class DeviceMemory:
     """Bytes of a rank on one pipeline device at the moment at which their sum is largest."""
 
-    reserve: int  # bytes that the recipe adds for the context of the device and for libraries
+    reserve: int  # workspaces of cuBLAS, and bytes that the recipe adds for the context of the device and for libraries
     weights: int  # parameters, buffers and constants of its stages, each once
     copies: int  # copies of the newest weights in low precision
     versions: int  # older versions of the weights under an asynchronous schedule, with their copies in low precision

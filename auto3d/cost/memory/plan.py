@@ -255,7 +255,11 @@ class PlanMemory:
             plan.gradient_sum.splits,
             shape.asynchronous,
         )
-        constant = {"reserve": training.reserve_bytes, **held.constant}
+        reserve = training.reserve_bytes
+        if training.workspace_bytes:
+            tables = self._work.tables(samples, share_of(plan))
+            reserve += training.workspace_bytes * any(tables.products(stages[number].operations) for number in here)
+        constant = {"reserve": reserve, **held.constant}
         made = sum(each.private for each in found.values()) if held.private else 0.0
         constant["gradients"] = max(0.0, constant["gradients"] - made)
         # What a stage of the same device sends is the same tensor on both sides.

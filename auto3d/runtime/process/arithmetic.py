@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-CUBLAS_WORKSPACES = ":4096:8"  # eight workspaces of 4 MiB per stream, so that streams share none
+from auto3d.cost.memory.workspaces import DETERMINISTIC, workspace_bytes
 
 
 def set_arithmetic(device: torch.device, *, tf32: bool, deterministic: bool, only_warn: bool = False) -> None:
@@ -25,7 +25,7 @@ def set_arithmetic(device: torch.device, *, tf32: bool, deterministic: bool, onl
         cudnn.conv.fp32_precision = "tf32" if tf32 else "ieee"
         cudnn.rnn.fp32_precision = "tf32" if tf32 else "ieee"
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC)
         torch.use_deterministic_algorithms(True, warn_only=only_warn)  # cuDNN's included
         torch.backends.cudnn.benchmark = False  # benchmarking may choose another algorithm in another run
 
@@ -35,3 +35,16 @@ def uses_tf32() -> bool:
     backends: Any = torch.backends  # torch's stubs lack these precisions
     precisions = (backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision)
     return "tf32" in precisions
+
+
+def cublas_workspaces(device: torch.device) -> int:
+    """Bytes of cuBLAS's workspaces of a rank on ``device``; 0 on a CPU and on devices of other makers."""
+    return workspace_bytes(capability(device), os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+
+
+def capability(device: torch.device) -> float | None:
+    """The compute capability of ``device``; None if it is no GPU of NVIDIA's."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return major + minor / 10
