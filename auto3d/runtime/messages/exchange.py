@@ -7,7 +7,7 @@ other. The program decides when each receive is posted (``schedule/common_order.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from auto3d.partition.stage import Transfer
 from auto3d.resplit import pieces
 from auto3d.runtime.activity import THIS_RANK
-from auto3d.runtime.process.world import new_group
+from auto3d.runtime.process.world import new_group, without_pair_warning
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import wait, waiting_for
 from auto3d.schedule.operation import Kind
@@ -240,12 +240,9 @@ class Exchange:
             element = torch.zeros(1, device=self._device)
             group = self._group(source, target)
             what = f"a connection from {THIS_RANK.name(source)} to {THIS_RANK.name(target)}"
+            to_peer = partial(dist.isend, element, target) if source == this else partial(dist.irecv, element, source)
             with waiting_for(what):
-                work = (
-                    dist.isend(element, target, group=group)
-                    if source == this
-                    else dist.irecv(element, source, group=group)
-                )
+                work = without_pair_warning(partial(to_peer, group=group))
             assert work is not None
             wait(work, what=what)
 

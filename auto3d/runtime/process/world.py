@@ -4,10 +4,12 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from auto3d.runtime.waiting import WaitTimeoutError, wait, waiting_for
 # time-out would kill healthy ranks. Waits have a deadline in waiting.poll instead.
 NCCL_TIMEOUT_S = 24 * 3600.0
 MESSAGE_CHANNELS = 4  # NCCL channels: each occupies a multiprocessor while a message is in transit
+_Result = TypeVar("_Result")
 LEAVE_S = 10.0  # time to leave the other ranks after the result is reported
 
 
@@ -137,6 +140,23 @@ def connect(group: dist.ProcessGroup, *, device: torch.device, what: str) -> Non
     with waiting_for(connection):
         work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
     wait(work, what=connection)
+
+
+def without_pair_warning(call: Callable[[], _Result]) -> _Result:
+    """What ``call`` returns, without torch's warning that a pair of ranks gets a communicator of its own, as it should.
+
+    torch prints it from C++, where no setting hides it alone. Inside an autograd Function, C++ code makes Python's
+    warnings instead, which can be filtered.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "An unbatched P2P op")
+        return cast(_Result, _Called.apply(call))
+
+
+class _Called(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], Any]) -> Any:
+        return call()
 
 
 def leave() -> None:

@@ -17,7 +17,7 @@ from auto3d.conversions import Collective
 from auto3d.cost.profile import MessageTimes
 from auto3d.runtime.clock import Clock, clock_of
 from auto3d.runtime.messages.tensor_group import ProcessTensorGroup
-from auto3d.runtime.process.world import World, connect, new_group
+from auto3d.runtime.process.world import World, connect, new_group, without_pair_warning
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import waiting_for
 
@@ -57,6 +57,8 @@ class ProfiledRanks:
 def time_messages(ranks: ProfiledRanks) -> MessageTimes:
     """Times of messages between ranks 0 and 1: half of a round trip, for each size."""
     seconds, processor_s = [], []
+    if ranks.world.rank < 2:  # NCCL connects the two here, and torch would warn of it
+        without_pair_warning(partial(_round_trip, ranks, torch.zeros(1, device=ranks.device)))
     for size in MESSAGE_SIZES:
         content = torch.zeros(size, dtype=torch.uint8, device=ranks.device)
         wall, cpu = [], []
