@@ -713,7 +713,6 @@ class Trainer(transformers.Trainer):
         self._needs_mask = of_rank_0(
             lambda: needs_mask(self.model, self.compute_loss, data, padding),
             "to find whether padding counts",
-            timeout_s=self.args.ddp_timeout,
         )
 
     def _of_micro_batches(self, lengths: np.ndarray, max_steps: int) -> np.ndarray | None:
