@@ -1,4 +1,4 @@
-"""Reading in trainings, now and before one rank read for others: python -m tests.benchmarks.reading_before [COMMIT]
+"""Reading in trainings, now and before one rank read for others: python -m tests.reading_before [COMMIT]
 
 A commit (by default the last one whose ranks compared nothing) is checked out beside this tree. Both train a model that
 computes next to nothing, by plans for 1, 4 and 16 ranks, on the same data: a file of tokens, a function's samples, and
@@ -20,7 +20,7 @@ from time import perf_counter, process_time
 from typing import Any
 
 BEFORE = "89918c347be4060da52b47230893e496b378b463"
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PLANS = {1: (1, 1), 4: (2, 2), 16: (4, 4)}  # ranks -> dp, pp
 SOURCES = ("tokens", "a function", "a collator")
 TOKENS, TEXT_TOKENS, SAMPLES = 4096, 512, 512  # of a sample, of a sample for the collator
@@ -201,6 +201,9 @@ class Server:
 def checked_out(commit: str, folder: Path) -> Iterator[Path]:
     """The tree of ``commit``."""
     tree = folder / "tree"
+    known = ["git", "-C", str(ROOT), "cat-file", "-e", f"{commit}^{{commit}}"]
+    if subprocess.run(known, capture_output=True).returncode:
+        sys.exit(f"{commit} is not in this clone; fetch the history of the branch")
     git = ["git", "-C", str(ROOT), "worktree"]
     subprocess.run([*git, "add", "--quiet", "--detach", str(tree), commit], check=True)
     try:
