@@ -38,6 +38,7 @@ class BatchSlice:
     replica: int = 0  # number of the rank among the replicas of its stages
     replicas: int = 1
     read_once: bool = False  # one rank reads for all stages
+    micro_batches: range = range(0)  # the numbers of those that it runs of each global batch, if known
 
 
 @dataclass(frozen=True, kw_only=True)

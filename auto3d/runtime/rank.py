@@ -423,6 +423,8 @@ def _backend(
 def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> MicroBatchInputs:
     """The inputs from ``data`` of the rank's micro-batches."""
     readers = Readers.of(layout, data)
+    slices = layout.schedule.slices
+    first = layout.first_micro_batch // slices
     part = BatchSlice(
         seed=layout.plan.seed,
         global_batch=layout.plan.global_batch,
@@ -430,14 +432,15 @@ def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> M
         replica=layout.replica,
         replicas=layout.replicas,
         read_once=layout.read_once,
+        micro_batches=range(first, first + layout.micro_batches // slices),
     )
-    next_pipeline = (layout.pipeline + 1) % layout.plan.dp * layout.micro_batches // layout.schedule.slices
+    next_pipeline = (layout.pipeline + 1) % layout.plan.dp * layout.micro_batches // slices
     compares = layout.plan.dp > 1 and readers.stages and not layout.shard
     return MicroBatchInputs(
         data.micro_batches(part),
         first_micro_batch=layout.first_micro_batch,
         micro_batches=layout.micro_batches,
-        slices=layout.schedule.slices,
+        slices=slices,
         device=device,
         same=SameSamples(readers),
         compared=ComparedMicroBatch(readers.stages[0], next_pipeline) if compares else None,

@@ -83,8 +83,11 @@ class TrainingDraws:
         self._epochs: dict[int, States] = {}  # first iteration -> states before the epoch
         order.draws = self
 
-    def follow(self, data: DrawnData, own: States) -> None:
-        """Draw the batches of ``data``; a script's ``own`` generators begin at their states in there."""
+    def follow(self, data: DrawnData | None, own: States) -> None:
+        """Draw the batches of ``data``; None: worker processes draw them, from the states before their epoch.
+
+        A script's ``own`` generators begin at their states in there.
+        """
         self._data, self.is_on = data, True
         first = self._points[0]
         self._points[0] = replace(first, states=replace(first.states, own=own.own))
@@ -232,7 +235,7 @@ class TrainingDraws:
 class EvaluationDraws:
     """The draws of an evaluation of ``data`` in batches of ``size`` samples, in the states that ``begin`` gives.
 
-    Without ``data`` nothing is drawn but the seed of workers.
+    Without ``data`` nothing is drawn here but the seed of workers.
     """
 
     def __init__(self, data: DrawnData | None, size: int, begin: Callable[[], States]) -> None:
@@ -244,13 +247,12 @@ class EvaluationDraws:
 
     def read(self, place: tuple[int, int], samples: range) -> Batch:
         """The samples of these numbers, padded."""
-        parts: list[Batch] = []
         with LOCK:
-            for number in range(samples.start // self._size, -(-samples.stop // self._size)):
-                first = number * self._size
-                own = slice(max(samples.start - first, 0), samples.stop - first)
-                parts.append({name: value[own] for name, value in self._batch(number).items()})
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            return cut_from_batches(samples, self._size, self._batch)
+
+    def begin(self) -> States:
+        """The states before the evaluation."""
+        return self._begin()
 
     def end(self) -> States:
         """The states after the evaluation."""
@@ -275,6 +277,16 @@ class EvaluationDraws:
         most = 2 * data.order.global_batch // self._size + 2
         self._kept = {each: batch for each, batch in self._kept.items() if each > number - most}
         return self._kept[number]
+
+
+def cut_from_batches(samples: range, size: int, batch: Callable[[int], Batch]) -> Batch:
+    """The samples of these numbers, from the batches of ``size`` samples that have them, by their numbers."""
+    parts: list[Batch] = []
+    for number in range(samples.start // size, -(-samples.stop // size)):
+        first = number * size
+        own = slice(max(samples.start - first, 0), samples.stop - first)
+        parts.append({name: value[own] for name, value in batch(number).items()})
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def write_draws(folder: Path, point: Point) -> None:

@@ -29,11 +29,13 @@ from auto3d.runtime.samples.incomplete_batch import why_not
 from auto3d.runtime.samples.loading import is_compared
 from auto3d.runtime.samples.sizes import why_not_sized
 from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
+from auto3d.trainer.ahead import Ahead
 from auto3d.trainer.draws import EvaluationDraws, TrainingDraws, draw_seed_of_workers
 from auto3d.trainer.generators import LOCK, PROCESS, Generators, States
 from auto3d.trainer.item_fingerprint import item_fingerprints
 from auto3d.trainer.padding import Padding
 from auto3d.trainer.stream import Stream, numbers_in
+from auto3d.trainer.workers import Workers
 
 
 class SampleOrder(Protocol):
@@ -89,7 +91,7 @@ class TrainOrder:
                 if epoch not in self._epochs:
                     for each in range(min(epoch if self._is_seeded else self._drawn, epoch), epoch):
                         self._draw(each, None)
-                    is_on = self.draws is not None and self.draws.is_on and not self._is_alone
+                    is_on = self.draws is not None and self.draws.is_on and not self.is_alone
                     self._draw(epoch, self.draws.before_epoch(iteration - place) if is_on else None)  # type: ignore[union-attr]
                 samples = self._epochs[epoch]
         return samples[place * self._global_batch : (place + 1) * self._global_batch]
@@ -103,14 +105,14 @@ class TrainOrder:
             self._loader.set_epoch(epoch)
             draw_seed_of_workers()
             drawn = [sample for batch in self._loader.batch_sampler for sample in batch]
-            if not self._is_alone:
+            if not self.is_alone:
                 self._after[epoch] = PROCESS.states(states)
         self._epochs = {number: self._epochs[number] for number in self._epochs if number == epoch - 1}
         self._epochs[epoch], self._drawn = drawn, epoch + 1
 
     def after(self, iteration: int, states: States) -> States:
         """The states after the order of the epoch that begins with ``iteration`` was drawn, from ``states`` on."""
-        if self._is_alone:
+        if self.is_alone:
             with PROCESS.at(states):
                 draw_seed_of_workers()
                 return PROCESS.states(states)
@@ -138,7 +140,7 @@ class TrainOrder:
         return isinstance(getattr(self._loader.batch_sampler, "sampler", None), SeedableRandomSampler)
 
     @property
-    def _is_alone(self) -> bool:
+    def is_alone(self) -> bool:
         """Whether its sampler draws nothing from the generators of the process."""
         sampler = getattr(self._loader.batch_sampler, "sampler", None)
         return type(sampler) in (SeedableRandomSampler, SequentialSampler)
@@ -177,6 +179,10 @@ class InOrder:
         begin = self.number(iteration)
         return self.between(begin, begin + self.global_batch)
 
+    def place(self, iteration: int) -> tuple[int, int]:
+        """(epoch, number in it) of ``iteration``."""
+        return 0, iteration
+
     def number(self, iteration: int) -> int:
         """The number of the first sample of ``iteration``."""
         return self.first + iteration * self.global_batch
@@ -209,6 +215,8 @@ class CollatedData:
     generators: Generators = field(default_factory=Generators)  # from which they may draw
     found: LookedAt = field(default_factory=LookedAt)
     draws: TrainingDraws | EvaluationDraws | None = None  # None: what a batch draws follows from its place
+    workers: Workers | None = None  # worker processes that the script asks for
+    ahead: Ahead | None = None  # what they read; None: this process reads
 
     def with_shapes(self) -> "CollatedData":
         """The same data, all of whose batches must have the inputs and shapes of its first samples."""
@@ -387,6 +395,11 @@ class CollatedData:
         padding = self.padding if length is None or self.padding is None else replace(self.padding, length=length)
         return padding(batch) if padding is not None else batch
 
+    def length_at(self, iteration: int, index: int) -> int | None:
+        """The length, of ``captured_lengths``, of micro-batch ``index`` of the global batch; None: that of
+        ``padding``."""
+        return None if self.lengths is None else self.lengths.of(iteration, index)
+
     def fingerprints(self, samples: Sequence[int], seed: Sequence[int]) -> np.ndarray | None:
         """Fingerprints of the samples before they are collated; None if they hold what has none."""
         with self.generators.seeded() as begin:
@@ -422,10 +435,13 @@ class CollatedBatches:
         of_iteration = data.order.of(iteration)
         samples = of_iteration[index * size : (index + 1) * size]
         draw = samples or of_iteration[:1], [iteration, index]
-        length = None if data.lengths is None else data.lengths.of(iteration, index)
+        length = data.length_at(iteration, index)
         if not names:
             return Reading(fingerprints=self._compared(draw, len(samples), length))
-        if data.draws is None or not samples:
+        is_own = index in part.micro_batches
+        if data.ahead is not None and samples and (is_own or data.draws is not None):
+            batch, of_items = data.ahead.read(data, part, iteration, index)
+        elif data.draws is None or not samples:
             batch, of_items = data.read(*draw, fingerprints=part.read_once, length=length)
         else:
             number = data.order.number(iteration) + index * size if isinstance(data.order, InOrder) else 0

@@ -36,8 +36,9 @@ def check_stream(dataset: Any, args: Any) -> None:
         )
     if args.dataloader_num_workers:
         raise InputError(
-            f"TrainingArguments.dataloader_num_workers: found {args.dataloader_num_workers}, and each worker would "
-            "read a stream by itself, in another order; use 0"
+            f"TrainingArguments.dataloader_num_workers: found {args.dataloader_num_workers}, and train_dataset is a "
+            "stream: each worker would read it whole, or a share of it whose last batch may be smaller, in the middle "
+            "of an epoch; use 0"
         )
 
 

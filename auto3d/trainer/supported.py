@@ -41,7 +41,7 @@ Decision = Honoured | WithoutEffect | Refused
 _HUB = Refused("upload the folder that save_model() writes")
 _DDP = Refused("gradients are summed by auto3d's own buckets")
 _SHARDS = Refused("auto3d.init(dp=, tp=, pp=, shard_optimizer=True) says how the model is divided")
-_LOADER = WithoutEffect("a rank collates its own micro-batches, on a GPU in a thread that runs ahead")
+_LOADER = WithoutEffect("batches come in order, and a GPU's rank reads ahead into pinned memory in a thread")
 _CHECKPOINTING = Honoured()
 _FULL_EVAL = Refused("evaluation runs in the precision of the training")
 
@@ -144,11 +144,13 @@ ARGUMENTS: Mapping[str, Decision] = {
     "accelerator_config": Honoured(),  # its fields: ACCELERATOR
     "parallelism_config": _SHARDS,
     "dataloader_drop_last": Honoured(),
-    "dataloader_num_workers": _LOADER,
+    "dataloader_num_workers": Honoured(),
     "dataloader_pin_memory": _LOADER,
-    "dataloader_persistent_workers": _LOADER,
-    "dataloader_prefetch_factor": _LOADER,
-    "dataloader_multiprocessing_context": _LOADER,
+    "dataloader_persistent_workers": WithoutEffect(
+        "workers begin anew in each epoch; refused where data or the sampler draw, as these would draw on"
+    ),
+    "dataloader_prefetch_factor": Honoured(),
+    "dataloader_multiprocessing_context": Refused("workers take the dataset as it is in the rank", (None, "fork")),
     "dataloader_in_order": _LOADER,
     "remove_unused_columns": Honoured(),
     "label_names": Honoured(),

@@ -31,6 +31,7 @@ from auto3d.runtime.optimizer.classes import averages, check_resumes
 from auto3d.runtime.settings import SUMMED_ITEMS
 from auto3d.runtime.training import Training, naming_this_rank
 from auto3d.runtime.waiting import waiting_for
+from auto3d.trainer.ahead import Ahead, EvaluationAhead, PlacedAhead, TrainingAhead
 from auto3d.trainer.arguments import TrainingArguments, as_one_process
 from auto3d.trainer.callbacks import (
     PipelineCallbacks,
@@ -65,6 +66,7 @@ from auto3d.trainer.supported import (
     check_trainer,
 )
 from auto3d.trainer.together import TOGETHER
+from auto3d.trainer.workers import Workers, check_persistent
 
 _BEFORE_STEPS = ("__init__", "compute_loss", "get_decay_parameter_names", "_get_train_sampler")
 """Methods of a subclass that do not run between steps, or not with the weights of then."""
@@ -127,6 +129,7 @@ class Trainer(transformers.Trainer):
         self._between_steps = False
         self._generators: dict[bool, Generators] = {}  # True: of the training's data, if they draw; False: of the last
         # evaluation's
+        self._ahead: Ahead | None = None  # what workers read for the training
         self._draws: TrainingDraws | None = None  # those of the training, unless its samples are a stream
         self._first_item: int | None = None  # see CollatedData
         self._has_told_of_values = False  # see _follow_values
@@ -203,6 +206,8 @@ class Trainer(transformers.Trainer):
                     ignore_keys_for_eval=ignore_keys_for_eval,
                 )
         finally:
+            if self._ahead is not None:
+                self._ahead.end()
             self.is_in_train = False  # also after Ctrl-C, after which the script may evaluate, save or end
         return result
 
@@ -536,6 +541,8 @@ class Trainer(transformers.Trainer):
         self._pipeline.training.rank.executor.read_anew()
         if self._draws is not None:
             self._draws.read_anew(self.state.global_step)
+        if self._ahead is not None:
+            self._ahead.read_anew(self.state.global_step)
 
     def _follow_values(self) -> None:
         """Build the pipeline again if the code of its stages would read other values beside the model."""
@@ -665,6 +672,7 @@ class Trainer(transformers.Trainer):
             label_names=tuple(self.label_names),
             limits=limits_of(self.model, self._main_input, self.label_names),
             generators=self._generators_of(loader, "train" if isinstance(order, TrainOrder) else "eval"),
+            workers=Workers.of(loader),
         )
 
     def _generators_of(self, loader: Any, use: str) -> Generators:
@@ -676,17 +684,23 @@ class Trainer(transformers.Trainer):
 
     def _in_sequence(self, data: CollatedData, resume_from_checkpoint: str | None) -> CollatedData:
         """``data``, whose draws are those of one process one after the other, if they draw and can be read so."""
-        if not self._any_rank(data.found.draws):
+        workers, draws = data.workers, self._any_rank(data.found.draws)
+        self._ahead = None
+        if workers is not None and isinstance(self._order, TrainOrder):
+            check_persistent(workers, draws=draws or not self._order.is_alone)
+            self._ahead = TrainingAhead(self._draws, workers) if draws and self._draws else PlacedAhead(workers)
+            data = replace(data, ahead=self._ahead)
+        if not draws:
             return data
         self._generators[True] = data.generators
-        if self._draws is None or self.args.dataloader_num_workers:
-            why = "samples of a stream" if self._draws is None else "dataloader_num_workers"
+        if self._draws is None:
             tell(
-                f"train_dataset or data_collator draws random numbers: with {why} they follow from the seed and the "
-                "place of a batch, the same under every plan, and are not those of one transformers process"
+                "train_dataset or data_collator draws random numbers: with samples of a stream they follow from the "
+                "seed and the place of a batch, the same under every plan, and are not those of one transformers "
+                "process"
             )
             return data
-        self._draws.follow(data, self._of_rank_0(data.generators.states))
+        self._draws.follow(data if workers is None else None, self._of_rank_0(data.generators.states))
         data = replace(data, draws=self._draws)
         if resume_from_checkpoint is not None:
             folder, step = Path(resume_from_checkpoint), self.state.global_step
@@ -850,14 +864,18 @@ class Trainer(transformers.Trainer):
         looks = any(map(may_look, (self.compute_metrics, self.preprocess_logits_for_metrics)))
         if of_all_ranks([int(looks)], torch.int64).any():
             self._pipeline.gather()
-        result = evaluated(
-            self._pipeline,
-            data,
-            args,
-            evaluation,
-            preprocess=self.preprocess_logits_for_metrics,
-            main_input=self._main_input if "inputs" in args.include_for_metrics else None,
-        )
+        try:
+            result = evaluated(
+                self._pipeline,
+                data,
+                args,
+                evaluation,
+                preprocess=self.preprocess_logits_for_metrics,
+                main_input=self._main_input if "inputs" in args.include_for_metrics else None,
+            )
+        finally:
+            if data.ahead is not None:
+                data.ahead.end()
         if not self.is_in_train and isinstance(data.draws, EvaluationDraws):
             self._go_on_from(data.draws.end)
         self.callback_handler.eval_dataloader = dataloader
@@ -892,16 +910,26 @@ class Trainer(transformers.Trainer):
     def _evaluation_in_sequence(self, data: CollatedData) -> CollatedData:
         """``data`` of an evaluation that begins now, with their draws, if they draw and can be read so."""
         draws, size = self._draws, self.args.per_device_eval_batch_size
-        is_drawn = self._any_rank(data.found.draws) and not self.args.dataloader_num_workers
+        workers, is_drawn = data.workers, self._any_rank(data.found.draws)
+        if workers is not None:
+            check_persistent(workers, draws=is_drawn)
         if is_drawn:
             self._generators[False] = data.generators
+        elif workers is not None:
+            data = replace(data, ahead=PlacedAhead(workers))
+
+        def drawn_by(draws: EvaluationDraws) -> CollatedData:
+            return replace(data, draws=draws, ahead=workers and EvaluationAhead(draws.begin, size, workers))
+
+        own = data if workers is None and is_drawn else None  # what this process draws
         if self.is_in_train and draws is not None:
             if is_drawn or draws.is_on:
                 self._read_anew()
             elif self.args.device.type == "cpu" and isinstance(self._order, TrainOrder):
                 self._order.note_evaluation()  # on a GPU, threads of ranks may have drawn the next epoch
-            made = draws.evaluate(data if is_drawn else None, self.state.global_step, size)
-            return replace(data, draws=made) if is_drawn else data
+            draws.is_on = draws.is_on or is_drawn
+            made = draws.evaluate(own, self.state.global_step, size)
+            return drawn_by(made) if is_drawn else data
         if self.is_in_train:
             return data
         if not is_drawn:
@@ -909,7 +937,7 @@ class Trainer(transformers.Trainer):
                 draw_seed_of_workers()
             return data
         states = self._of_rank_0(data.generators.states)
-        return replace(data, draws=EvaluationDraws(data, size, lambda: states))
+        return drawn_by(EvaluationDraws(own, size, lambda: states))
 
     def _evaluation_of(
         self, data: CollatedData, *, loss_only: bool, ignored: Sequence[str] | None = None

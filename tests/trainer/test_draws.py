@@ -2,10 +2,8 @@
 
 import multiprocessing
 import random
-from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
-from io import StringIO
 from math import prod
 
 import numpy as np
@@ -103,7 +101,7 @@ class EndsEpoch(TrainerCallback):
         control.should_epoch_stop = state.global_step == 2
 
 
-CASES = {
+DRAWING = {
     "masks": lambda **options: of_masks(22, **options),  # the last batch of an epoch lacks samples
     "masks by their own generator": lambda **options: of_masks(seed=7, **options),
     "mixup": lambda **options: of_images(collator=mixup, **options),
@@ -112,6 +110,7 @@ CASES = {
     "an order by torch's generator": lambda **options: of_masks(train_sampling_strategy="group_by_length", **options),
     "an epoch that ends early": lambda **options: of_images(flipped, callbacks=[EndsEpoch()], **options),
 }
+CASES = {"nothing": of_images, **DRAWING}
 
 
 def compare_labels(prediction):
@@ -122,6 +121,7 @@ def compare_labels(prediction):
 
 def made(name, *classes, **options):
     multiprocessing.current_process().name = "MainProcess"  # as that of a launcher's is
+    multiprocessing.current_process()._config["daemon"] = False  # so that it may have worker processes
     defaults = {"num_train_epochs": 2, "max_steps": -1, "gradient_accumulation_steps": 4, "label_names": ["labels"]}
     defaults |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "metrics": compare_labels}
     return CASES[name](**defaults | {"classes": classes or (Trainer, TrainingArguments)} | options)
@@ -148,7 +148,7 @@ class HostMemory:
         pass
 
 
-def trained(world, folder, port, *classes, names, ahead=False, **degrees):
+def trained(world, folder, port, *classes, names, ahead=False, options=None, **degrees):
     """Losses and metrics of a training, of an evaluation after it, and what the script then draws."""
     begin(world, folder, port, ours=not classes, **degrees)
     found = {}
@@ -156,12 +156,13 @@ def trained(world, folder, port, *classes, names, ahead=False, **degrees):
         if ahead:
             patch.setattr(inputs, "pinned_memory_of", lambda device: HostMemory())
         for name in names:
-            trainer = made(name, *classes, gradient_accumulation_steps=4 // degrees.get("dp", 1))
+            trainer = made(name, *classes, gradient_accumulation_steps=4 // degrees.get("dp", 1), **options or {})
             if name == "a random transform":
                 trainer.evaluate()  # the training goes on from what it has drawn
             trainer.train()
             trainer.evaluate()
             found[name] = [*numbers(trainer), torch.rand(()).item(), random.random(), np.random.rand()]
+            assert not multiprocessing.active_children(), "all workers have ended"
     return found
 
 
@@ -174,7 +175,7 @@ AHEAD = {"pp": 2, "ahead": True}
         (AHEAD, ("mixup", "a dataset's own generator", "an epoch that ends early")),
         ({"dp": 2, "pp": 2}, ("masks", "a random transform")),
         ({"tp": 2}, ("masks by their own generator",)),
-        *soak(*((degrees, tuple(CASES)) for degrees in ({"pp": 2}, AHEAD, {"dp": 2, "pp": 2}))),
+        *soak(*((degrees, tuple(DRAWING)) for degrees in ({"pp": 2}, AHEAD, {"dp": 2, "pp": 2}))),
         *soak(({"tp": 2}, ("masks", "masks by their own generator", "an order by torch's generator"))),
     ],
     ids=str,
@@ -213,23 +214,6 @@ def test_a_training_that_resumes_draws_the_same(names, processes, tmp_path):
         whole, *later = ranks[0][name]
         for each in later:
             assert each == pytest.approx(whole, rel=1e-5), name
-
-
-def with_workers(world, folder, port):
-    begin(world, folder, port)
-    output = StringIO()
-    with redirect_stdout(output):
-        trainer = made("a dataset's own generator", dataloader_num_workers=2, eval_strategy="no")
-        trainer.train()
-    return numbers(trainer), output.getvalue()
-
-
-def test_with_workers_draws_follow_from_the_place(processes, tmp_path):
-    ((alone, _),) = processes.run(1, with_workers, tmp_path, None)
-    for rank, (found, output) in enumerate(processes.run(2, with_workers, tmp_path, free_port())):
-        assert found == pytest.approx(alone, rel=1e-5)
-        line = "draws random numbers: with dataloader_num_workers they follow from the seed and the place of a batch"
-        assert (line in output) == (rank == 0)
 
 
 class Epochs:
