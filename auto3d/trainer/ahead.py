@@ -142,7 +142,9 @@ class EvaluationAhead:
         samples = range(first, min(first + part.micro_batch_size, order.samples))
 
         def start(_: int) -> ReadAhead:
-            tasks = ((order.between(begin, begin + size), {}) for begin in range(0, order.samples, size))
+            tasks: Iterator[Task] = (
+                (order.between(begin, begin + size), {}) for begin in range(0, order.samples, size)
+            )
             return _started(data, self._begin(), tasks, self._workers)
 
         keep = 2 * order.global_batch // size + 2

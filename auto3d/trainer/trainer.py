@@ -919,7 +919,8 @@ class Trainer(transformers.Trainer):
             data = replace(data, ahead=PlacedAhead(workers))
 
         def drawn_by(draws: EvaluationDraws) -> CollatedData:
-            return replace(data, draws=draws, ahead=workers and EvaluationAhead(draws.begin, size, workers))
+            ahead = None if workers is None else EvaluationAhead(draws.begin, size, workers)
+            return replace(data, draws=draws, ahead=ahead)
 
         own = data if workers is None and is_drawn else None  # what this process draws
         if self.is_in_train and draws is not None:
