@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from launch.run.devices import hide_devices
-from tests import workers
+from tests import forked_workers, workers
 from tests.processes import ProcessPool
 from tests.promises.preloaded import divert
 from tests.promises.running import PROGRAMS, preloaded
@@ -47,6 +47,13 @@ def processes() -> Iterator[ProcessPool]:
     """Four processes that run many distributed cases, one after the other."""
     with ProcessPool(4) as pool:
         yield pool
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    if not config.option.file_or_dir:  # all tests
+        forked_workers.import_tests()
+    forked_workers.fork_workers()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -44,8 +44,9 @@ CONTROL: Callable[..., int] = ctypes.CDLL(None).prctl
 class Preloaded:
     """The importing process behind a socket; this process is its ancestor."""
 
-    def __init__(self, there: socket.socket) -> None:
-        self._socket = there
+    def __init__(self, there: socket.socket, variables: Mapping[str, str] = HASHES) -> None:
+        """``variables`` are added to the environment of what it starts."""
+        self._socket, self._variables = there, dict(variables)
         self._lock, self._owner = threading.Lock(), os.getpid()
 
     @classmethod
@@ -78,7 +79,7 @@ class Preloaded:
         asked = {
             "words": [*words],
             "folder": folder,
-            "environment": environment | HASHES,
+            "environment": environment | self._variables,
             "files": [*files],
             "session": session,
             "mask": [*map(int, mask)],
@@ -127,8 +128,14 @@ def is_started(words: Sequence[str]) -> bool:
     return [*words[:2]] == ["-m", "launch.executors"] or any("spawn_main" in word for word in words[:2])
 
 
-def divert(preloaded: Callable[[], Preloaded], *, scripts: bool = False) -> None:
-    """Have ``preloaded()`` start what this process would else start by itself: what is_started, or also ``scripts``."""
+def is_of_auto3d(words: Sequence[str]) -> bool:
+    """Whether ``words`` are those of the command line, or of what it starts."""
+    return is_started(words) or "".join(words[:1]).endswith("bin/auto3d")
+
+
+def divert(preloaded: Callable[[], Preloaded], takes: Callable[[Sequence[str]], bool] = is_of_auto3d) -> None:
+    """Have ``preloaded()`` start the processes of Python that this process would else start, where it ``takes`` their
+    arguments."""
     real = _posixsubprocess.fork_exec
 
     def fork_exec(args: Any, programs: Any, close: bool, passed: Any, folder: Any, variables: Any, *rest: Any) -> int:
@@ -137,9 +144,7 @@ def divert(preloaded: Callable[[], Preloaded], *, scripts: bool = False) -> None
             del words[0]
         stdin, _, _, stdout, _, stderr, _, _, _, session, group, *others = rest
         plain = close and group < 1 and others[:3] == [None] * 3 and others[4] is None
-        ours = os.fsdecode(programs[0]) == sys.executable and (
-            is_started(words) or "".join(words[:1]).endswith("bin/auto3d")
-        )
+        ours = os.fsdecode(programs[0]) == sys.executable and takes(words)
         if not ours or not plain:
             return real(args, programs, close, passed, folder, variables, *rest)
         environment = dict(os.environ)
@@ -199,7 +204,7 @@ def with_its_own(asked: dict[str, Any]) -> dict[str, Any]:
     if os.fork():
         theirs.close()
         its_own = Preloaded(ours)
-        divert(lambda: its_own, scripts=True)  # as torchrun does
+        divert(lambda: its_own)
         return asked
     ours.close()
     CONTROL(DIES_WITH_PARENT, signal.SIGKILL)
@@ -231,6 +236,17 @@ def end(code: object) -> NoReturn:
     os._exit(code & 255 if isinstance(code, int) else code is not None)
 
 
+def run_and_end(words: list[str]) -> NoReturn:
+    try:
+        run_python(words)
+    except SystemExit as ended:
+        end(ended.code)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        end(1)
+    end(0)
+
+
 if __name__ == "__main__":
     for name in IMPORTED:
         import_module(name)
@@ -240,11 +256,4 @@ if __name__ == "__main__":
         asked = with_its_own(asked)
     if threads := os.environ.get("OMP_NUM_THREADS"):
         sys.modules["torch"].set_num_threads(int(threads))
-    try:
-        run_python(asked["words"])
-    except SystemExit as ended:
-        end(ended.code)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        end(1)
-    end(0)
+    run_and_end(asked["words"])
