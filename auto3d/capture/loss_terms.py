@@ -19,6 +19,7 @@ from auto3d.capture.nodes import args_of, kwargs_of, target_of
 
 _MEAN = 1  # number of the reduction in torch
 _IGNORED = -100  # a label that counts nowhere, as data have it: the default of torch's ignore_index
+_OF_PAIRS = ("mm", "matmul", "linear", "einsum")
 _CROSS_ENTROPIES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 _MEANS_OF_ALL = frozenset(  # means over all elements unless their argument ``reduction`` says otherwise
     {"mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"}
@@ -132,6 +133,8 @@ class _Analysis:
                 self._walk(summand)
         elif self._is_zero(node):
             self._linear.add(node)
+        elif self._compares_samples(node):
+            self._other[node] = None
         elif self._is_cross_entropy(node):
             self._counted[node] = self._target_term(node)
         elif node not in self._from_samples or self._is_mean_of_all(node):
@@ -160,6 +163,31 @@ class _Analysis:
                 return list(args_of(value)[0])
             return [value] if value.meta["val"].dim() == 0 else None
         return None
+
+    def _compares_samples(self, node: fx.Node) -> bool:
+        """Whether ``node`` is made from products of each sample with each other, as where others are its negatives."""
+        pending, seen = list(node.all_input_nodes[:1]), set[fx.Node]()
+        while pending:
+            value = pending.pop()
+            if value in seen or value not in self._from_samples or value.op == "placeholder":
+                continue
+            seen.add(value)
+            inputs, made = value.all_input_nodes, value.meta["val"]
+            if not isinstance(made, torch.Tensor) or made.dim() < 2:
+                continue
+            if _operator(value) in _OF_PAIRS:
+                are_samples = len(inputs) > 1 and self._from_samples.issuperset(inputs[:2])
+                if made.dim() == 2 and are_samples and not _is_of_each(value):
+                    return True
+                continue
+            of = [(each, each.meta["val"]) for each in inputs]
+            is_whole = _operator(value) == "cat"
+            pending += [
+                each
+                for each, made_of in of
+                if isinstance(made_of, torch.Tensor) and (is_whole or made_of.numel() == made.numel())
+            ]
+        return False
 
     def _is_cross_entropy(self, node: fx.Node) -> bool:
         """Whether ``node`` is a mean over targets of the data, each of which counts the same in any batch."""
@@ -255,6 +283,15 @@ class _Analysis:
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
         return target_of(node)(*args, **kwargs)
+
+
+def _is_of_each(product: fx.Node) -> bool:
+    """Whether ``product`` is an einsum with a dimension of its result in both factors, so each sample is apart."""
+    if _operator(product) != "einsum":
+        return False
+    factors, _, result = str(args_of(product)[0]).replace(" ", "").partition("->")
+    first, _, second = factors.partition(",")
+    return not result or bool(set(first) & set(second) & set(result))
 
 
 def _operator(node: fx.Node) -> str:

@@ -90,6 +90,7 @@ COUNTED: dict[str, tuple[Loss, int]] = {  # loss -> its number of places
     "shifted": (lambda m, x, y: functional.cross_entropy(x, functional.pad(y, (0, 1), value=-100)[1:]), 5),
     "half of it": (lambda m, x, y: -0.5 * -functional.cross_entropy(x, y).to(torch.float64) / 2, 6),
     "a learned factor": (lambda m, x, y: cross_entropy(m, x, y) * m.scale, 6),
+    "a product of each": (lambda m, x, y: cross_entropy(m, torch.einsum("ad,acd->ac", x, x[:, None].tile(5, 1)), y), 6),
     "begun with zero": (lambda m, x, y: torch.zeros(()) + cross_entropy(m, x, y), 6),
 }
 
@@ -139,6 +140,9 @@ OTHER: dict[str, Loss] = {
     "class weights of the batch": lambda m, x, y: functional.cross_entropy(x, y, 1 / (1 + one_hot(y).sum(0))),
     "a count in the logits": lambda m, x, y: cross_entropy(m, x * counts(y).mean(), y),
     "pairs in a batch": lambda m, x, y: functional.cross_entropy(x @ x.T, torch.arange(len(x))),
+    "numbered pairs in a batch": lambda m, x, y: functional.cross_entropy(x @ x.T * 20, y),
+    "numbered pairs by einsum": lambda m, x, y: cross_entropy(m, torch.einsum("ad,bd->ab", x, x.tanh()), y),
+    "numbered pairs and more": lambda m, x, y: cross_entropy(m, torch.cat([x, x @ x.T], 1) / m.scale, y),
     "pairs of one class": of_one_class,
     "dice": dice,
 }
