@@ -249,8 +249,8 @@ class _Tasks(Dataset[Any]):
             info = get_worker_info()
             return _Failure(
                 f"train_dataset, eval_dataset or data_collator: worker {0 if info is None else info.id} raised "
-                f"{type(error).__name__}{f': {what}' if what else ''} in {place.filename}, line {place.lineno}, "
-                f"for {''.join(getattr(error, '__notes__', ())) or _named(samples)}"
+                f"{type(error).__name__}{f': {what}' if what else ''} in {place.filename}, line {place.lineno}; "
+                f"{'; '.join(getattr(error, '__notes__', ())) or f'reading {_named(samples)} failed'}"
             )
 
 

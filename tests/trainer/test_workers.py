@@ -112,7 +112,7 @@ def failing(world, folder, port, of_worker):
         (
             raise_it,
             "train_dataset, eval_dataset or data_collator: worker 0 raised OSError: no such file in "
-            rf"{__file__}, line \d+, for sample 301 of the dataset",
+            rf"{__file__}, line \d+; reading sample 301 of the dataset failed",
         ),
         (
             be_killed,
