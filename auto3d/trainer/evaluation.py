@@ -52,6 +52,7 @@ class Evaluation:
     has_labels: bool
     at_once: int  # samples that run at once
     last: int  # samples at the end that run by themselves, since nothing can fill a batch of them
+    alike: bool = False  # the loss of the samples that run at once is the model's own, however many targets they have
     of_decoder: Mapping[str, bool] = field(default_factory=dict)  # see Widths; empty: no padding
 
 
@@ -84,8 +85,12 @@ def check_evaluation(
             )
     plan, terms = pipeline.training.rank.common.plan, pipeline.training.rank.common.terms
     at_once, last = samples_at_once(plan), 0
+    counts_items = pipeline.settings.loss_mean == "items"  # transformers divides by the items of a batch
+    # Terms that ignore different labels have no weight in common: a batch then runs whole, as in one process.
+    is_whole = bool(terms.other) or (len((*terms.counted, *terms.constant)) > 1 and not counts_items)
+    alike = is_whole and not counts_items
     if has_labels:
-        at_once = _at_once(plan, args.per_device_eval_batch_size, whole=bool(terms.other))
+        at_once = _at_once(plan, args.per_device_eval_batch_size, whole=is_whole)
         if counted := data.why_filler_counts(-samples % at_once, terms):
             last = samples % at_once
             if not _divide(plan, last):
@@ -94,7 +99,9 @@ def check_evaluation(
     if not loss_only:
         names = predictions_of(pipeline.build, pipeline.inputs, ignored, device=args.device.type)
     for size in (at_once, last) if last else (at_once,):
-        needed = prepare_evaluation(pipeline.training, outputs=tree_leaves(names), loss=has_labels, at_once=size)
+        needed = prepare_evaluation(
+            pipeline.training, outputs=tree_leaves(names), loss=has_labels, at_once=size, alike=alike
+        )
         if missing := sorted(needed - data.shapes.keys()):
             raise InputError(
                 f"Trainer: the samples have no {' and '.join(missing)}, and what the model is to compute depends on "
@@ -104,7 +111,13 @@ def check_evaluation(
     if names and data.padding is not None:
         of_decoder = lengthened(pipeline.build, pipeline.inputs, data.padding, device=args.device.type)
     return Evaluation(
-        samples=samples, predictions=names, has_labels=has_labels, at_once=at_once, last=last, of_decoder=of_decoder
+        samples=samples,
+        predictions=names,
+        has_labels=has_labels,
+        at_once=at_once,
+        last=last,
+        alike=alike,
+        of_decoder=of_decoder,
     )
 
 
@@ -203,7 +216,14 @@ def _run(training: Training, data: CollatedData, evaluation: Evaluation, kept: S
         global_batch = plan.global_batch * size // samples_at_once(plan)
         own = replace(data, order=replace(data.order, global_batch=global_batch, first=first))
         return evaluate(
-            training, own, samples=samples, outputs=outputs, inputs=kept, loss=evaluation.has_labels, at_once=size
+            training,
+            own,
+            samples=samples,
+            outputs=outputs,
+            inputs=kept,
+            loss=evaluation.has_labels,
+            at_once=size,
+            alike=evaluation.alike,
         )
 
     if not last:

@@ -44,7 +44,7 @@ class Workers:
 
     @classmethod
     def of(cls, loader: Any) -> "Workers | None":
-        """Those of ``loader``, a DataLoader; None if it has none."""
+        """The workers of ``loader``, a DataLoader; None if it has none."""
         if not loader.num_workers:
             return None
         context = loader.multiprocessing_context
@@ -261,9 +261,8 @@ def _watch(reads: "weakref.ref[ReadAhead]", has_ended: threading.Event) -> None:
 
 
 def _named(samples: Sequence[int]) -> str:
-    if len(samples) == 1:
-        return f"sample {samples[0]}"
-    return f"samples {', '.join(map(str, samples[:8]))}{', …' if len(samples) > 8 else ''} of the dataset"
+    some = ", ".join(map(str, samples[:8])) + ", …" * (len(samples) > 8)
+    return f"{'sample' if len(samples) == 1 else 'samples'} {some} of the dataset"
 
 
 def _as_it_is(read: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.nn.utils import prune
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
     DataCollatorForLanguageModeling,
@@ -101,6 +102,11 @@ def both_ways():
     """A model whose tokens attend to later ones, too."""
     set_seed(0)
     return BertForMaskedLM(BertConfig(**SIZES, **UNDROPPED))
+
+
+def answers():
+    """Texts of 16 tokens with an answer's first and last one, which some texts are cut before: the model ignores it."""
+    return [{"input_ids": row, "start_positions": row[0] % 16, "end_positions": row[1] % 20} for row in rows(14)]
 
 
 def frozen():
@@ -356,6 +362,7 @@ MODELS = {  # losses that are means of several things over micro-batches that di
     "a batch without labels": lambda: (llama(), without_labels(with_labels(rows(12)), range(4, 8))),
     "experts": lambda: (mixture(), with_labels(rows(11))),  # an epoch ends with micro-batches of 2 and 1
     "a count of all labels": lambda: (gpt2(), ignoring(rows(12))),
+    "ends beyond the text": lambda: (BertForQuestionAnswering(BertConfig(**SIZES, **UNDROPPED)), answers()),
     "a sum": lambda: (BertForTokenClassification(BertConfig(**SIZES, **UNDROPPED, num_labels=64)), ignoring(rows(14))),
     "a prefix of keys": lambda: (prefixed(), with_labels(rows())),
     "past keys of a decoder": lambda: (t5(), with_labels(rows())),

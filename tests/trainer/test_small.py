@@ -80,7 +80,7 @@ def of_transformers(*arguments, **options):
 
 
 COUNTED = ("a count of all labels", "a sum", "experts")  # losses that are sums over all ranks, in three ways
-KINDS_OF_MODELS = ("a teacher", "a last batch in part", "a batch without labels", "pruned")
+KINDS_OF_MODELS = ("a teacher", "a last batch in part", "a batch without labels", "pruned", "ends beyond the text")
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def evaluate(
     inputs: Sequence[str] = (),
     loss: bool = True,
     at_once: int | None = None,
+    alike: bool = False,
 ) -> EvaluationResult:
     """Run the first ``samples`` of ``data`` through the model of ``training`` as it is now, in evaluation mode.
 
@@ -72,6 +73,8 @@ def evaluate(
     ``loss`` there is none, and ``data`` needs no inputs that only the loss uses. All ranks must call this with the same
     arguments, where the training is ``flushed``. The data are asked for whole global batches, of which those samples
     count that are among the first ``samples``. A forward runs ``at_once`` samples; None: as many as in the training.
+    With ``alike``, each forward's loss is the model's own, and all count the same however many targets they have; not
+    where replicas of a stage share a forward, of which none knows the targets of the others.
 
     Raises InputError for what cannot be evaluated: emulated devices, an output that the model lacks or that does not
     have one entry per sample, and a model whose evaluation needs state that its training does not have.
@@ -81,26 +84,31 @@ def evaluate(
         raise InputError(f"evaluation: found {samples} samples; it takes 1 or more")
     training.rank.executor.use_weights(evaluation=True)
     with _random_states_kept(training.rank.device):
-        return _evaluation(training.rank, outputs, loss=loss, at_once=at_once).run(data, samples, inputs)
+        return _evaluation(training.rank, outputs, loss, at_once, alike).run(data, samples, inputs)
 
 
 def prepare_evaluation(
-    training: Training, *, outputs: Sequence[str] = (), loss: bool = True, at_once: int | None = None
+    training: Training,
+    *,
+    outputs: Sequence[str] = (),
+    loss: bool = True,
+    at_once: int | None = None,
+    alike: bool = False,
 ) -> set[str]:
     """Make what ``evaluate`` with these arguments needs of the model, and raise its errors, without data.
 
     Returns the names of the inputs that some stage reads.
     """
     with _random_states_kept(training.rank.device):
-        return _evaluation(training.rank, outputs, loss=loss, at_once=at_once).inputs
+        return _evaluation(training.rank, outputs, loss, at_once, alike).inputs
 
 
-def _evaluation(rank: Rank, outputs: Sequence[str], *, loss: bool, at_once: int | None) -> "_Evaluation":
+def _evaluation(rank: Rank, outputs: Sequence[str], loss: bool, at_once: int | None, alike: bool) -> "_Evaluation":
     if not (loss or outputs):
         raise InputError("evaluation: found neither a loss nor outputs to compute; it takes at least one")
-    key = tuple(outputs), loss, at_once
+    key = tuple(outputs), loss, at_once, alike
     if key not in rank.evaluations:
-        rank.evaluations[key] = _Evaluation(rank, outputs, loss=loss, at_once=at_once)
+        rank.evaluations[key] = _Evaluation(rank, outputs, loss=loss, at_once=at_once, alike=alike)
     found: _Evaluation = rank.evaluations[key]
     return found
 
@@ -134,7 +142,7 @@ def evaluation_of(
 class _Evaluation:
     """What one rank needs to evaluate, made once: the stages in evaluation mode, their program and its messages."""
 
-    def __init__(self, rank: Rank, outputs: Sequence[str], *, loss: bool, at_once: int | None) -> None:
+    def __init__(self, rank: Rank, outputs: Sequence[str], *, loss: bool, at_once: int | None, alike: bool) -> None:
         common, settings = rank.common, replace(rank.common.settings, iterations=1)
         if settings.emulation is not None:
             raise InputError("evaluation: found emulated devices, which compute nothing; it takes real ones")
@@ -177,12 +185,14 @@ class _Evaluation:
             tensor = TensorParallelRank(model=layout.derived, group=rank.tensor_group)
         constants = layout.captured.exported.constants
         used = {name for stage in layout.stages.values() for name in stage.state}
+        alike = alike and layout.replicas == 1
+        terms = tuple(replace(term, is_alike=alike) for term in layout.target_terms) if loss else ()
         self._constants = {name: value.to(rank.device) for name, value in constants.items() if name in used}
         self._computations = {
             pipe_stage: computation_of(
                 ProgramOfStage(stage, layout.captured, tensor),
                 randomness=randomness,
-                terms=layout.target_terms if loss else (),
+                terms=terms,
             )
             for pipe_stage, stage in layout.stages.items()
         }
