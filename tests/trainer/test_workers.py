@@ -188,14 +188,16 @@ def test_what_workers_cannot_do_is_refused(processes, tmp_path):
 
 
 SCRIPT = """
-import time, torch
+import signal
 from auto3d.transformers import Trainer, TrainingArguments, init
 from tests.trainer import small
 from tests.trainer.test_workers import Slow
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins without a handler
 init()
 trainer = small.trainer(data=Slow(small.with_labels(small.rows(64))), max_steps=1000, dataloader_num_workers=2)
 trainer.train()
+print("trained to the end")
 """
 
 
@@ -217,6 +219,7 @@ def test_no_worker_is_left(number, tmp_path):
     with Popen(command, cwd=tmp_path, env=environment, stdout=PIPE, stderr=DEVNULL, text=True) as script:
         pids = set()
         for line in script.stdout:
+            assert line != "trained to the end\n"
             if line.startswith("worker ") and len(pids) < 2:
                 pids.add(int(line.split()[1]))
                 if len(pids) == 2:

@@ -63,15 +63,17 @@ class _Numbers(fx.Interpreter):
             return
         place = int(wrong.flatten().nonzero()[0])
         sources = self._whole_numbers_behind(node.all_input_nodes[1])
-        name, sample = "an input", ""
+        name, sample, value = "an input", "", numbers.flatten()[place]
         if len(sources) == 1:
             samples = self.env[sources[0]].shape[0]
             name = self._name_of[sources[0]]
+            if not (self.env[sources[0]] == value).any():
+                name = f"what the model makes of {name}"
             if not numbers.numel() % samples:
                 sample = f" in sample {place // (numbers.numel() // samples)}"
         ignored = f", and {IGNORED} for what is ignored," if ignores else ""
         self.found = OutOfRangeError(
-            f"{name}: found {int(numbers.flatten()[place])}{sample}; the model takes whole numbers from 0 to "
+            f"{name}: found {int(value)}{sample}; the model takes whole numbers from 0 to "
             f"{limit - 1}{ignored}{node_line(self._source[node.name])}"
         )
         raise IndexError  # to which the interpreter adds lines

@@ -44,7 +44,7 @@ def test_resume_starts_what_failed_up_to_a_limit(folder, auto3d, fails_at_two):
     assert starts() == [1, 1]
     status = auto3d("status", "own.yaml").out
     assert status.rstrip().endswith("1 failed, 1 ok")
-    assert "IndexError" in auto3d("logs", "own.yaml", "mb2").out
+    assert "; the model takes whole numbers from 0 to 2" in auto3d("logs", "own.yaml", "mb2").out
     resumed = auto3d("resume", "own.yaml")
     assert starts() == [2, 1], "with the overrides of the sweep"
     assert "1/1 dp1-tp1-pp2-mb2" in resumed.err

@@ -1,5 +1,6 @@
 """A rank of `auto3d train` is killed or stopped during an iteration: the command ends soon and says why."""
 
+import re
 import signal
 import socket
 
@@ -16,9 +17,23 @@ def test_the_command_ends_and_names_rank_host_stage_and_operation(schedule, numb
 
 
 def test_an_error_of_the_model_is_reported_with_its_operation(folder, auto3d):
+    line = "    def forward(self, x, y):\n"
+    mine = (folder / "mine.py").read_text()
+    (folder / "mine.py").write_text(mine.replace(line, f"{line}        y = torch.arange(3)[y]\n"))
     *_, error, where = auto3d("train", "own.yaml", "data.inputs.y.high=1000", code=1).err.splitlines()
-    assert error.startswith("IndexError: Target ")
-    assert where == f"rank 1 on {socket.gethostname()}, in iteration 1 at F0@1 of stage 1, failed"
+    assert error.startswith("IndexError: index ")
+    assert where == f"rank 0 on {socket.gethostname()}, in iteration 1 at F0@0 of stage 0, failed"
+
+
+def test_a_class_that_the_model_lacks_is_named_with_its_sample(folder, auto3d):
+    *_, line = auto3d("train", "own.yaml", "data.inputs.y.high=1000", code=2).err.splitlines()
+    found = re.fullmatch(
+        r"auto3d: iteration 1 at F0@1 of stage 1: y: found (\d+) in sample 0; the model takes whole numbers from 0 to "
+        rf"2, and -100 for what is ignored, at {folder}/mine.py, line \d+",
+        line,
+    )
+    assert found, line
+    assert int(found[1]) > 2
 
 
 FAILING = """
