@@ -5,6 +5,7 @@ A permutation is computed place by place (a Feistel network over a grid of about
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from math import isqrt
 
@@ -82,6 +83,7 @@ def _permuted(place: int, size: int, key: bytes) -> int:
             return place
 
 
+@lru_cache(1 << 14)  # the samples of an epoch have columns and rows in common
 def _hash(value: int, number: int, key: bytes) -> int:
     content = value.to_bytes(8, "little") + number.to_bytes(1, "little")
     return int.from_bytes(blake2b(content, digest_size=8, key=key).digest(), "little")

@@ -87,7 +87,7 @@ class OwnDataset:
         if value.shape != field.shape or value.dtype.kind not in _TYPES[field.dtype_name]:
             found = f"shape {list(value.shape)} of {value.dtype}"
             raise DataError(f"{where} has {found}; it takes {list(field.shape)} of {field.dtype_name}")
-        return checked(value.astype(field.dtype_name), field, name)
+        return checked(value.astype(field.dtype_name, copy=False), field, name)
 
     def whole(self, sample: int) -> dict[str, np.ndarray]:
         return {name: self.column(sample, name) for name in self._fields}
