@@ -54,6 +54,7 @@ METHODS: dict[Any, str] = {  # operator -> method of its first argument that tak
 }
 SIZES = (aten.view.default, aten.reshape.default, aten.permute.default)  # the methods take the list as arguments
 _CAST = aten._to_copy.default
+_BY_POSITION = {aten.to.dtype: 4}  # arguments that the method takes by position, where the operator takes more
 
 
 def use_fast_calls(module: fx.GraphModule) -> fx.GraphModule:
@@ -69,8 +70,10 @@ def use_fast_calls(module: fx.GraphModule) -> fx.GraphModule:
         elif node.target in FUNCTIONS:
             node.target = FUNCTIONS[node.target]
         elif node.target in METHODS:
-            spread = node.target in SIZES
-            node.op, node.target, (value, *others) = "call_method", METHODS[node.target], node.args
+            spread, number = node.target in SIZES, _BY_POSITION.get(node.target, len(node.args))
+            names = [argument.name for argument in node.target._schema.arguments[number:]]
+            node.kwargs = {**node.kwargs, **dict(zip(names, node.args[number:], strict=False))}
+            node.op, node.target, (value, *others) = "call_method", METHODS[node.target], node.args[:number]
             node.args = (value, *others[0]) if spread else (value, *others)
         elif node.target is _CAST and node.kwargs.keys() == {"dtype"} and _changes_type(node):
             node.op, node.target = "call_method", "to"

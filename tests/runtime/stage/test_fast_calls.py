@@ -122,6 +122,16 @@ def test_a_fast_call_runs_the_same_operators(target):
     assert_same(run(module, tensors), expected)
 
 
+@pytest.mark.parametrize("target", SAMPLES, ids=str)
+def test_a_fast_call_takes_all_that_its_operator_takes_by_position(target):
+    args, kwargs = SAMPLES[target]
+    by_position = [each for each in target._schema.arguments if not each.kwarg_only]
+    args = (*args, *(each.default_value for each in by_position[len(args) :]))
+    module, tensors = program_of(target, args, kwargs)
+    expected = run(module, tensors)
+    assert_same(run(use_fast_calls(module), tensors), expected)
+
+
 def test_every_operator_of_the_tables_has_a_sample():
     assert {*FUNCTIONS, *METHODS} <= SAMPLES.keys()
 
