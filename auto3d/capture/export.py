@@ -417,14 +417,16 @@ def _check_sizes(program: fx.Graph) -> None:
 
 _aten = torch.ops.aten
 _ONE_TYPE = (
-    *(_aten.linear.default, _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default),
-    *(
-        _aten.matmul.default,
-        _aten.conv1d.default,
-        _aten.conv2d.default,
-        _aten.conv3d.default,
-        _aten.convolution.default,
-    ),
+    _aten.linear.default,
+    _aten.mm.default,
+    _aten.bmm.default,
+    _aten.addmm.default,
+    _aten.baddbmm.default,
+    _aten.matmul.default,
+    _aten.conv1d.default,
+    _aten.conv2d.default,
+    _aten.conv3d.default,
+    _aten.convolution.default,
 )
 """Operators whose tensors must be of one type, which torch says only where they have values."""
 

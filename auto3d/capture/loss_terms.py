@@ -19,7 +19,7 @@ from auto3d.capture.nodes import args_of, kwargs_of, target_of
 
 _MEAN = 1  # number of the reduction in torch
 _IGNORED = -100  # a label that counts nowhere, as data have it: the default of torch's ignore_index
-_OF_PAIRS = ("mm", "matmul", "linear", "einsum")
+_OF_PAIRS = ("mm", "matmul", "linear", "einsum")  # products that can have an entry for each pair of samples
 _CROSS_ENTROPIES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 _MEANS_OF_ALL = frozenset(  # means over all elements unless their argument ``reduction`` says otherwise
     {"mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"}
@@ -180,13 +180,9 @@ class _Analysis:
                 if made.dim() == 2 and are_samples and not _is_of_each(value):
                     return True
                 continue
-            of = [(each, each.meta["val"]) for each in inputs]
-            is_whole = _operator(value) == "cat"
-            pending += [
-                each
-                for each, made_of in of
-                if isinstance(made_of, torch.Tensor) and (is_whole or made_of.numel() == made.numel())
-            ]
+            tensors = [each for each in inputs if isinstance(each.meta["val"], torch.Tensor)]
+            is_joined = _operator(value) == "cat"  # of parts, which are smaller
+            pending += [each for each in tensors if is_joined or each.meta["val"].numel() == made.numel()]
         return False
 
     def _is_cross_entropy(self, node: fx.Node) -> bool:

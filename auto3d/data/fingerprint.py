@@ -23,7 +23,7 @@ def fingerprints(values: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def fingerprint(sample: Mapping[str, np.ndarray]) -> int:
-    """That of a single sample."""
+    """The fingerprint of a single sample."""
     found = sum(xxh3_64_intdigest(np.ascontiguousarray(value).data, _seed(name)) for name, value in sample.items())
     return found % (1 << 64) >> (64 - BITS)
 

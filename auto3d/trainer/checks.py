@@ -132,20 +132,21 @@ def needs_mask(model: nn.Module, loss_of: Callable[..., Any], data: CollatedData
     places = [*extremes(data.dataset, padding.main), *range(0, count, max(1, count // _TRIED))]
     plain, padding, found = replace(data, padding=None), replace(padding, needs_mask=False), list[bool]()
     with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=()):
+        batches = (plain.collated([place], [0, 0]) for place in places)
+        padded = (each for each in batches if each[padding.main].shape != padding(each)[padding.main].shape)
+        shorter = list(islice(padded, _PADDED))
+        if not shorter or any("attention_mask" in batch for batch in shorter):
+            return True
         noisy = build_of(model)().cpu().double().eval()
         torch.manual_seed(0)
         for parameter, value in zip(noisy.parameters(), model.parameters(), strict=True):
             noise = torch.randn_like(parameter) / (parameter.shape[-1] if parameter.dim() > 1 else 1) ** 0.5
             parameter.copy_(value + noise if parameter.is_floating_point() else value)
-        batches = (plain.collated([place], [0, 0]) for place in places)
-        shorter = (each for each in batches if each[padding.main].shape != padding(each)[padding.main].shape)
-        for batch in islice(shorter, _PADDED):
-            if "attention_mask" in batch:
-                return True
+        for batch in shorter:
             results = [loss_of(noisy, dict(each), return_outputs=True) for each in (batch, padding(batch))]
             pairs = zip(*([loss, *tree_leaves([*_values(outputs)])] for loss, outputs in results), strict=True)
             found.append(all(_is_beginning(*pair) for pair in pairs if isinstance(pair[0], torch.Tensor)))
-        return not found or not all(found)
+        return not all(found)
     return True
 
 

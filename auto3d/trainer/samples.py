@@ -216,7 +216,7 @@ class CollatedData:
     found: LookedAt = field(default_factory=LookedAt)
     draws: TrainingDraws | EvaluationDraws | None = None  # None: what a batch draws follows from its place
     workers: Workers | None = None  # worker processes that the script asks for
-    ahead: Ahead | None = None  # what they read; None: this process reads
+    ahead: Ahead | None = None  # batches that ``workers`` read; None: this process reads
 
     def with_shapes(self) -> "CollatedData":
         """The same data, all of whose batches must have the inputs and shapes of its first samples."""
@@ -396,7 +396,7 @@ class CollatedData:
         return padding(batch) if padding is not None else batch
 
     def length_at(self, iteration: int, index: int) -> int | None:
-        """The length, of ``captured_lengths``, of micro-batch ``index`` of the global batch; None: that of
+        """The length, of ``captured_lengths``, of micro-batch ``index`` of the global batch; None: the length of
         ``padding``."""
         return None if self.lengths is None else self.lengths.of(iteration, index)
 

@@ -129,7 +129,7 @@ class Trainer(transformers.Trainer):
         self._between_steps = False
         self._generators: dict[bool, Generators] = {}  # True: of the training's data, if they draw; False: of the last
         # evaluation's
-        self._ahead: Ahead | None = None  # what workers read for the training
+        self._ahead: Ahead | None = None  # batches of the training that worker processes read
         self._draws: TrainingDraws | None = None  # those of the training, unless its samples are a stream
         self._first_item: int | None = None  # see CollatedData
         self._has_told_of_values = False  # see _follow_values
@@ -922,7 +922,7 @@ class Trainer(transformers.Trainer):
             ahead = None if workers is None else EvaluationAhead(draws.begin, size, workers)
             return replace(data, draws=draws, ahead=ahead)
 
-        own = data if workers is None and is_drawn else None  # what this process draws
+        own = data if workers is None and is_drawn else None  # None: this process draws nothing
         if self.is_in_train and draws is not None:
             if is_drawn or draws.is_on:
                 self._read_anew()

@@ -272,7 +272,7 @@ def _as_it_is(read: Any) -> Any:
 def _begin(dataset: Any, init: Callable[[int], None] | None, worker: int) -> None:
     info = get_worker_info()
     assert info is not None
-    object.__setattr__(info, "dataset", dataset)  # that of the script, as in a DataLoader that the script makes
+    object.__setattr__(info, "dataset", dataset)  # the script's, as in a DataLoader of its own
     if init is not None:
         init(worker)
 

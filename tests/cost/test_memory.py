@@ -225,7 +225,7 @@ def test_workspaces_are_counted_on_gpus_of_known_capability_by_this_runtime_alon
     kinds = [Node(devices=1, accelerator=Accelerator(capability=capability)) for capability in (8.0, 9.0, None)]
     gpus, unknown = Cluster(nodes=tuple(kinds), device="cuda"), Cluster(nodes=(kinds[2],), device="cuda")
     old = Cluster(nodes=(kinds[0],), device="cuda")
-    assert with_workspaces(TrainingOptions(), gpus).workspace_bytes == 2**26  # of the largest
+    assert with_workspaces(TrainingOptions(), gpus).workspace_bytes == 2**26  # the larger kind's
     assert with_workspaces(TrainingOptions(), old).workspace_bytes == workspace_bytes(8.0, None)
     assert with_workspaces(TrainingOptions(deterministic=True), old).workspace_bytes == 2**26
     assert with_workspaces(TrainingOptions(), unknown).workspace_bytes == 0

@@ -67,7 +67,10 @@ class _Segment:
         Raises InputError for whole numbers that an operation cannot take, on a CPU: a GPU says so later.
         """
         try:
-            return self._run(state, values)
+            if self._per_use:
+                return self._run_with_leaves(state, values)
+            run = self._module.forward  # a call of the module itself would look for hooks, which it has none of
+            return run(*map(state.__getitem__, self._state), *map(values.__getitem__, self._values)), []
         except IndexError as error:
             arguments = [*map(state.__getitem__, self._state), *map(values.__getitem__, self._values)]
             why = out_of_range(self._module, arguments, [*self._state, *self._values], self._whole)
@@ -75,10 +78,7 @@ class _Segment:
                 raise
             raise why from error
 
-    def _run(self, state: Tensors, values: Tensors) -> tuple[list[torch.Tensor], list[_Use]]:
-        run = self._module.forward  # a call of the module itself would look for hooks, which it has none of
-        if not self._per_use:
-            return run(*map(state.__getitem__, self._state), *map(values.__getitem__, self._values)), []
+    def _run_with_leaves(self, state: Tensors, values: Tensors) -> tuple[list[torch.Tensor], list[_Use]]:
         uses: list[_Use] = []
 
         def argument(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -88,7 +88,8 @@ class _Segment:
             return uses[-1].leaf
 
         from_state = [argument(state[name], name) for name in self._state]
-        return run(*from_state, *(argument(values[name], name) for name in self._values)), uses
+        from_values = (argument(values[name], name) for name in self._values)
+        return self._module.forward(*from_state, *from_values), uses
 
 
 class SegmentComputation:

@@ -81,7 +81,7 @@ class Found:
     predicted_workspaces: int
     allocated: int  # peak of what torch's allocator has given out, as it rounds it, without ``workspaces``
     reserved: int  # peak of what it holds
-    workspaces: int  # of cuBLAS
+    workspaces: int  # bytes of cuBLAS's
 
     @property
     def error(self) -> float:

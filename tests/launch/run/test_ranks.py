@@ -40,7 +40,7 @@ def test_rank_0_gives_the_result_and_the_reports():
 def end_badly(how: str):
     def target(world, report) -> None:
         join(world, device=torch.device("cpu"), timeout_s=20)
-        THIS_RANK.timeout_s = 3  # of what follows
+        THIS_RANK.timeout_s = 3  # seconds, for all waits below
         group = new_group(range(world.size), device=torch.device("cpu"))
         dist.barrier()
         if world.rank == 1:
