@@ -65,6 +65,27 @@ def test_a_run_is_kept_with_its_figures_and_is_out_of_date_after_a_change_of_wha
     assert len(records.records_of(tried)) == 3
 
 
+def test_comments_docstrings_and_layout_leave_a_record_current(repository):
+    tried, file = part(4, "code.py"), repository / "code.py"
+
+    def write(text: str) -> None:
+        file.write_text(text)
+        records._git("add", ".")
+        records._git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "change")
+
+    write('"""What it does."""\n\n\ndef double(x):\n    """Twice x."""\n    return 2 * x  # exact\n')
+    records.add_record(tried, release.run(tried))
+    write("def double(x):\n    # twice x\n    return (\n        2 * x\n    )\n")
+    assert page.state_of(tried) == "current"
+    for changed in ("def double(x):\n    return 3 * x\n", "def double(y):\n    return 2 * y\n", ""):
+        records._same_code.cache_clear()
+        write(changed)
+        assert page.state_of(tried) == "out of date: 1 files changed"
+    records._same_code.cache_clear()
+    file.unlink()
+    assert page.state_of(tried) == "out of date: 1 files changed"
+
+
 def test_a_missed_wish_needs_a_reason_even_where_a_looser_bound_is_held(monkeypatch):
     tried = part(6)
     record = release.run(tried)

@@ -16,9 +16,9 @@ HEADINGS = ("part", "commit", "date", "command", "seconds", "pace", "result", "t
 TEXT = """# Results
 
 Written by `make release`; `make release PART=NAME` runs one part, and `make release PART=page` only writes this page.
-Each part keeps every run with its commit in `results/release/`. *out of date*: files that the part tries were changed
-after that commit. *pace*: seconds of ten million steps of a loop of Python before and after the part, the mean; where
-it is larger, the machine was slower, and so is every time of that part.
+Each part keeps every run with its commit in `results/release/`. *out of date*: the code of files that the part tries
+was changed after that commit. *pace*: seconds of ten million steps of a loop of Python before and after the part, the
+mean; where it is larger, the machine was slower, and so is every time of that part.
 
 {table}
 

@@ -1,9 +1,11 @@
 """What a part of a release found, kept in results/release/PART.jsonl: one line for each run, the newest last."""
 
+import ast
 import json
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 from launch.report.release import Record, Target, records_in
@@ -25,13 +27,31 @@ def records_of(part: Part) -> list[Record]:
 
 
 def changed_since(record: Record, part: Part) -> list[str]:
-    """The files that ``part`` tries and that were changed after the commit of ``record``.
+    """The files that ``part`` tries and whose code was changed after the commit of ``record``.
 
-    Raises ValueError if that commit is not known here.
+    Comments, docstrings and the layout of Python files are no code. Raises ValueError if that commit is not known here.
     """
     if _git("cat-file", "-t", record.commit).strip() != "commit":
         raise ValueError(f"{part.name}: its commit {record.commit} is not known here")
-    return _git("diff", "--name-only", record.commit, "--", *part.tests).split()
+    changed = _git("diff", "--name-only", record.commit, "--", *part.tests).splitlines()
+    return [path for path in changed if not _same_code(record.commit, path)]
+
+
+@cache
+def _same_code(commit: str, path: str) -> bool:
+    """Whether the Python file at ``path`` does the same as at ``commit``."""
+    file, before = ROOT / path, _git("show", f"{commit}:{path}")
+    return path.endswith(".py") and file.is_file() and bool(before) and _code(file.read_text()) == _code(before)
+
+
+def _code(text: str) -> str:
+    """The syntax tree of a Python file without docstrings."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        match node:
+            case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef() if ast.get_docstring(node):
+                del node.body[0]
+    return ast.dump(tree)
 
 
 def commit_here() -> str:
