@@ -116,7 +116,7 @@ class Traffic:
         """
         cluster, link, ranks = self._cluster, self.link(group), len(group)
         homes = Counter(cluster.node_of[device] for device in group)
-        found: list[tuple[float, float]] = []
+        bandwidths: list[tuple[float, float]] = []
         for number, count in homes.items():
             node = cluster.nodes[number]
             if node.bus is None:
@@ -131,8 +131,8 @@ class Traffic:
                 all_reduce_bandwidth(node.bus.interpolate(node.bus.all_reduce, nodes), node.bus.size, ranks, link),
                 all_gather_bandwidth(node.bus.interpolate(node.bus.all_gather, nodes), node.bus.size, ranks, link),
             )
-            found.append((min(most, share * reached[0]), min(most, share * reached[1])))
-        return min(each[0] for each in found), min(each[1] for each in found)
+            bandwidths.append((min(most, share * reached[0]), min(most, share * reached[1])))
+        return min(pair[0] for pair in bandwidths), min(pair[1] for pair in bandwidths)
 
     def _find_link(self, group: Group) -> Link:
         cluster = self._cluster
@@ -159,8 +159,8 @@ class Traffic:
         """The link of ``group``, with the collectives that were measured on it."""
         key = self._homes(group)
         if key not in self._group_links:
-            found = self._find_group_link(group)
-            self._group_links[key] = self._distinct.setdefault(found, found)
+            link = self._find_group_link(group)
+            self._group_links[key] = self._distinct.setdefault(link, link)
         return self._group_links[key]
 
     def _find_group_link(self, group: Group) -> GroupLink:

@@ -40,7 +40,7 @@ class MeasuredPasses:
         """
         least = np.minimum.accumulate(np.array(rows)[::-1])[::-1]
         beyond = max(1.0, samples / self.samples[-1])
-        return beyond * np.array([np.interp(samples, self.samples, each) for each in least.T])
+        return beyond * np.array([np.interp(samples, self.samples, seconds) for seconds in least.T])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,7 @@ def times_of_layers(
     _check_measured(measured, accelerator, tp)
     measured_s = np.array(measured[accelerator.name, 1])
     work = work_of_layers(layers, 1, precision=precision)
-    one, many = (
+    single, many = (
         times_of(work_of_layers(layers, count, tp, precision=precision), accelerator) for count in (1, samples)
     )
     # The device cannot be busy for longer than the measured time. Where the estimate is longer, scale it down.
@@ -178,7 +178,7 @@ def times_of_layers(
     scale = np.minimum(1.0, np.divide(measured_s, busy, out=np.ones_like(busy), where=busy > 0))
     return Times(
         forward=before(scale * np.diff(many.forward)),
-        forward_launch=before(np.maximum(measured[accelerator.name, tp], scale * np.diff(one.forward))),
+        forward_launch=before(np.maximum(measured[accelerator.name, tp], scale * np.diff(single.forward))),
         backward=before(scale * np.diff(many.backward)),
         backward_launch=np.zeros(len(layers) + 1),
         backward_weight=before(scale * np.diff(many.backward_weight)),

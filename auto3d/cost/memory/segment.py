@@ -153,7 +153,7 @@ def segment_of(
     exist = np.cumsum(_add(made_at, whole[private], length)[::-1])[::-1] if length else own
     growing = np.concatenate([exist[1:], [0.0]]) if length else exist
     earlier = frozenset(np.flatnonzero(inside)[is_earlier].tolist())
-    found = RunBytes(
+    run_bytes = RunBytes(
         taken=frozenset(np.flatnonzero((last_use >= 0) & ~inside).tolist()),
         given=frozenset(np.flatnonzero(is_given).tolist()),
         earlier=earlier,
@@ -169,7 +169,7 @@ def segment_of(
         private=float(whole[private].sum()),
         slice_gradient=float(tensors.slice_gradient[places.positions].sum()),
     )
-    return found, RunTensors(
+    return run_bytes, RunTensors(
         positions=places.positions,
         extra=tensors.extra[places.positions],
         earlier=earlier,
@@ -257,9 +257,9 @@ def _last(numbers: np.ndarray, at: np.ndarray, count: int) -> np.ndarray:
 
     Numbers 1, 0, 1 at places 3, 4, 6, of 3 numbers: 4, 6, -1.
     """
-    found = np.full(count, -1)
-    found[numbers] = at
-    return found
+    last = np.full(count, -1)
+    last[numbers] = at
+    return last
 
 
 def _add(places: np.ndarray, sizes: np.ndarray, length: int) -> np.ndarray:
