@@ -72,9 +72,9 @@ def described(argument: Any, of_node: Callable[[fx.Node], Hashable]) -> Hashable
     if isinstance(argument, torch.Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.requires_grad
     if isinstance(argument, list | tuple):
-        return tuple([described(each, of_node) for each in argument])
+        return tuple([described(item, of_node) for item in argument])
     if isinstance(argument, dict):
-        return tuple([(name, described(each, of_node)) for name, each in argument.items()])
+        return tuple([(name, described(item, of_node)) for name, item in argument.items()])
     return kind, argument  # 1, 1.0 and True are equal, but give results of different types
 
 

@@ -45,7 +45,7 @@ class Entropy:
             return original(number)
         counted = max(0, min(_COUNTED, number - _COUNTED))
         count = (len(self.refusals) % 256**counted).to_bytes(counted, "big")
-        return bytes(self.made_of ^ each for each in bytes(number - counted) + count)
+        return bytes(self.made_of ^ byte for byte in bytes(number - counted) + count)
 
 
 @contextmanager

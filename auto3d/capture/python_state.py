@@ -220,7 +220,7 @@ class _Freezing:
         if len(held) > _LARGEST:
             return len(held)
         if isinstance(value, Mapping):
-            return (*((self(key), self(each)) for key, each in held), self._of_object(value))
+            return (*((self(key), self(item)) for key, item in held), self._of_object(value))
         if isinstance(value, Set):
             return frozenset(map(self, held))
         return (*map(self, held), self._of_object(value))
@@ -240,7 +240,7 @@ class _Freezing:
             return None
         slots = {name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()) if hasattr(value, name)}
         attributes = {name: getattr(value, name) for name in sorted(slots)} | getattr(value, "__dict__", {})
-        return tuple((name, self(each)) for name, each in attributes.items() if name not in _OF_EVERY_MODULE)
+        return tuple((name, self(attribute)) for name, attribute in attributes.items() if name not in _OF_EVERY_MODULE)
 
 
 def held_by(value: Any) -> list[Any] | None:
@@ -250,7 +250,7 @@ def held_by(value: Any) -> list[Any] | None:
     of models import them all, and fail where one needs another package.
     """
     kind = type(value)
-    builtin: Any = next((each for each in kind.__mro__ if each in _CONTAINERS), None)
+    builtin: Any = next((base for base in kind.__mro__ if base in _CONTAINERS), None)
     if builtin in (OrderedDict, dict):
         return list(builtin.items(value))
     if builtin is not None:
