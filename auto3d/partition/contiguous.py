@@ -68,12 +68,12 @@ def _least(before: Weights) -> float:
 def _never_heavier(before: Weights) -> bool:
     """Whether no step from one place to the next weighs more in a part than in the part before it."""
     return all(
-        one is following
+        part is following
         or all(
-            there - then <= here - now + _ROUNDING * one[-1]
-            for (now, here), (then, there) in zip(pairwise(one), pairwise(following), strict=True)
+            there - then <= here - now + _ROUNDING * part[-1]
+            for (now, here), (then, there) in zip(pairwise(part), pairwise(following), strict=True)
         )
-        for one, following in pairwise(before)
+        for part, following in pairwise(before)
     )
 
 
@@ -161,7 +161,7 @@ def balanced_cuts(
     if earliest is None:
         earliest = [[0] * len(cost)] * len(before)
     if _never_heavier(before) and all(
-        here >= there for one, following in pairwise(earliest) for here, there in zip(one, following, strict=True)
+        here >= there for part, following in pairwise(earliest) for here, there in zip(part, following, strict=True)
     ):
         least = smallest_maximum(before, earliest)
         return None if least is None else cheapest_cuts(before, cost, earliest, least * (1 + _ROUNDING))

@@ -47,14 +47,14 @@ def segments(graph: Graph, stage: Stage, kept: Sequence[tuple[int, int]]) -> tup
                 "writes to, and not others; kept must hold all of them or none"
             )
 
-    found: list[Segment] = []
+    reversed_segments: list[Segment] = []
     used = {graph.loss, *graph.outputs.values()}  # values that anything later uses
     used |= {transfer.value.name for transfer in stage.sent}
     for number, (is_kept, _) in reversed(list(enumerate(runs))):
         nodes = [graph.nodes[position] for position in positions if run_of[position] == number]
         made = dict.fromkeys(value.name for node in nodes for value in node.outputs)
         takes = dict.fromkeys(name for node in nodes for name in node.reads if name not in made)
-        found.append(
+        reversed_segments.append(
             Segment(
                 kept=is_kept,
                 nodes=tuple(node.name for node in nodes),
@@ -64,4 +64,4 @@ def segments(graph: Graph, stage: Stage, kept: Sequence[tuple[int, int]]) -> tup
             )
         )
         used |= takes.keys()
-    return tuple(reversed(found))
+    return tuple(reversed(reversed_segments))

@@ -84,8 +84,8 @@ class _Division:
         self._with_gradient = with_gradient
         self._nodes = [node for node in graph.nodes if node.name in names]
         self._maker = {value.name: node for node in self._nodes for value in node.outputs}
-        found = ((node.name, self._handover(node)) for node in self._nodes)
-        self._handovers = {name: handover for name, handover in found if handover is not None}
+        handovers = ((node.name, self._handover(node)) for node in self._nodes)
+        self._handovers = {name: handover for name, handover in handovers if handover is not None}
         self._place: dict[str, _Place] = {}
 
     def turns(self) -> Turns:
@@ -175,8 +175,8 @@ class _Division:
                 elif maker not in together:
                     together.append(maker)
                     pending.append(maker)
-        for each in together:
-            self._place[each.name] = (half, level)
+        for operation in together:
+            self._place[operation.name] = (half, level)
 
 
 @dataclass(frozen=True, slots=True)

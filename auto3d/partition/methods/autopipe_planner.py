@@ -52,17 +52,17 @@ class AutopipePlanner:
 
     def fastest(self, stages: int) -> Bounds:
         first = self.balanced(len(self.before) - 1, stages)
-        waiting, seen, found = deque([first]), {first}, []
+        waiting, seen, timed = deque([first]), {first}, []
         while waiting:
             bounds = waiting.popleft()
             time, master = self.simulated(bounds)
-            found.append((time, bounds))
-            found += [(self.simulated(one)[0], one) for one in self.lighter_after(bounds, master)]
-            for one in self.moved(bounds, master):
-                if one not in seen:
-                    seen.add(one)
-                    waiting.append(one)
-        return min(found, key=lambda one: one[0])[1]
+            timed.append((time, bounds))
+            timed += [(self.simulated(lighter)[0], lighter) for lighter in self.lighter_after(bounds, master)]
+            for neighbour in self.moved(bounds, master):
+                if neighbour not in seen:
+                    seen.add(neighbour)
+                    waiting.append(neighbour)
+        return min(timed, key=lambda timing: timing[0])[1]
 
     def balanced(self, blocks: int, stages: int) -> Bounds:
         """The smallest largest stage of the first ``blocks``; of several such cuts, the cut with the latest stages."""

@@ -80,7 +80,7 @@ def shortest_pipeline(
             elif starts and repeated * (before[place] - before[starts[-1]]) / speed + whole > bound:
                 break  # later places are too far from every start
         best = reached
-    winner: _Assignment | None = min(best[last], key=lambda one: repeated * one[0] + one[1])
+    winner: _Assignment | None = min(best[last], key=lambda complete: repeated * complete[0] + complete[1])
     bounds = []
     while winner is not None:
         _, _, place, winner = winner

@@ -62,9 +62,9 @@ def stage_of_operations(graph: Graph, stages: Sequence[Iterable[Subcomponent]]) 
     to the other stages or, if it depends on parameters, sends them its result. Unused operations are on the first
     stage.
     """
-    found = [0] * len(graph.nodes)
+    stage_of = [0] * len(graph.nodes)
     for stage in reversed(range(len(stages))):
         for sub in stages[stage]:
             for position in sub.positions:
-                found[position] = stage
-    return found
+                stage_of[position] = stage
+    return stage_of

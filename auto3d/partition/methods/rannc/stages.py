@@ -62,7 +62,7 @@ def form_stages(choices: Choices, stages: int, devices: int) -> tuple[Run, ...] 
       But more devices than samples are not possible where fewer are.
     """
     least = longest(choices.forward_s, stages, devices)[stages][-1, devices]
-    best, found, cap = inf, None, inf
+    best, runs, cap = inf, None, inf
     while least < inf:
         backward_s = np.where(choices.forward_s <= cap, choices.backward_s, inf)
         slowest_backward = longest(backward_s, stages, devices)[stages][-1, devices]
@@ -72,9 +72,9 @@ def form_stages(choices: Choices, stages: int, devices: int) -> tuple[Run, ...] 
         reached = longest(forward_s, stages, devices)
         slowest_forward = reached[stages][-1, devices]
         if slowest_forward + slowest_backward < best:
-            best, found = slowest_forward + slowest_backward, _trace(forward_s, reached, stages, devices)
+            best, runs = slowest_forward + slowest_backward, _trace(forward_s, reached, stages, devices)
         cap = np.nextafter(slowest_forward, -inf)
-    return found
+    return runs
 
 
 def longest(cost: np.ndarray, stages: int, devices: int) -> list[np.ndarray]:
@@ -186,7 +186,7 @@ class StageSearch:
                 choices = self._choices(devices, pipelines, micro_batches, checkpointing=True).fitting(limit)
                 options[micro_batches] = choices, longest(choices.forward_s, most, devices)
             for stages in range(fewest, most + 1):
-                found = []
+                forms = []
                 for micro_batches, (choices, reached) in options.items():
                     if stages == 1:
                         choices = self._choices(devices, pipelines, micro_batches, checkpointing=False).fitting(limit)
@@ -195,7 +195,7 @@ class StageSearch:
                     runs = form_stages(choices, stages, devices)
                     if runs is not None:
                         places = [(run.replicas - 1, run.first, run.last) for run in runs]
-                        found.append(
+                        forms.append(
                             StageForm(
                                 runs=runs,
                                 pipelines=pipelines,
@@ -206,8 +206,8 @@ class StageSearch:
                                 memory_bytes=tuple(float(choices.memory_bytes[place]) for place in places),
                             )
                         )
-                if found:
-                    best = min([*found, best] if best else found, key=lambda form: form.iteration_s)
+                if forms:
+                    best = min([*forms, best] if best else forms, key=lambda form: form.iteration_s)
                     if not any_depth:
                         return best
             fewest = 1 if any_depth else most + 1
@@ -262,11 +262,11 @@ class StageSearch:
 
     def _costs_of(self, samples: int) -> RunCosts:
         if samples not in self._costs:
-            found = self.runs.at(self.profiles.at(samples))
+            costs = self.runs.at(self.profiles.at(samples))
             for run, name in self._measured.items():
                 if seconds := self._stage_seconds(name, samples):
-                    found.forward_s[run], found.backward_s[run] = seconds
-            self._costs[samples] = found
+                    costs.forward_s[run], costs.backward_s[run] = seconds
+            self._costs[samples] = costs
         return self._costs[samples]
 
     def refusal(self) -> PartitionError:
