@@ -74,13 +74,13 @@ class CandidateProblem:
         lowest = [len(self.cuts) - 1]  # the first cut from which the last stages reach the end: none of them, one, …
         for number in reversed(range(self.stages)):
             lowest.append(self._first_start(number, lowest[-1], self.limits))
-        found, highest = [], 0
+        earliest, highest = [], 0
         for number in range(self.stages):
             starts, highest = self._starts(
                 number, (lowest[self.stages - number], highest), lowest[self.stages - number - 1], self.limits
             )
-            found.append(starts)
-        return tuple(found)
+            earliest.append(starts)
+        return tuple(earliest)
 
     def _first_start(self, number: int, end: int, limits: Sequence[float]) -> int:
         """The first cut at which stage ``number`` may begin if it ends at cut ``end``."""

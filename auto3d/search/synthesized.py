@@ -114,9 +114,9 @@ def best_order(
     for start, problem in problems:
         for _ in range(_TRIES):
             usable = [
-                each
-                for each in orders
-                if each.device_of == problem.device_of and each.recompute <= problem.may_recompute
+                known
+                for known in orders
+                if known.device_of == problem.device_of and known.recompute <= problem.may_recompute
             ]
             try:
                 if not _may_beat(problem, fastest.seconds, sync):

@@ -48,8 +48,8 @@ def amp(search: Search, seed: int) -> None:
     random = Random(seed)
     by_degree: dict[str, defaultdict[int, list[Candidate]]] = {"tp": defaultdict(list), "dp": defaultdict(list)}
     for degrees in search.domain.degrees:
-        for name, found in by_degree.items():
-            found[getattr(degrees, name)].append(degrees)
+        for name, of_degree in by_degree.items():
+            of_degree[getattr(degrees, name)].append(degrees)
     present: Candidate | None = None
     cost = inf
     iterations = search.budget.candidates
@@ -60,8 +60,8 @@ def amp(search: Search, seed: int) -> None:
         if present is not None:
             kept, other = ("dp", "tp") if random.random() > 0.5 else ("tp", "dp")
             near = by_degree[kept][getattr(present, kept)]
-            degree = random.choice(sorted({getattr(one, other) for one in near}))
-            degrees = random.choice([one for one in near if getattr(one, other) == degree])
+            degree = random.choice(sorted({getattr(neighbour, other) for neighbour in near}))
+            degrees = random.choice([neighbour for neighbour in near if getattr(neighbour, other) == degree])
         candidate = with_random_choices(degrees, search.domain, random)
         cooling = search.options.amp_cooling
         temperature_s = 1 - iteration / iterations if cooling is None else cooling**iteration

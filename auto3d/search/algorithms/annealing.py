@@ -74,16 +74,16 @@ class _Moves:
         self._by: dict[str, defaultdict[tuple, list[Candidate]]] = {}
         for name, keys in (("tp", ("tp",)), ("dp", ("dp",)), ("micro_batch_size", ("dp", "tp", "pp", "replicas"))):
             self._by[name] = defaultdict(list)
-            for one in domain.degrees:
-                self._by[name][tuple(getattr(one, key) for key in keys)].append(one)
+            for degrees in domain.degrees:
+                self._by[name][tuple(getattr(degrees, key) for key in keys)].append(degrees)
 
     def from_(self, present: Candidate) -> Candidate:
         """A neighbour of ``present``."""
         random = self._random
         if random.random() < 0.5:
             kept = "tp" if random.random() < 0.5 else "dp"
-            found = self._degrees(present, random.choice(self._by[kept][getattr(present, kept),]))
-            return replace(found, placement=random.choice(self._domain.choices["placement"]))
+            neighbour = self._degrees(present, random.choice(self._by[kept][getattr(present, kept),]))
+            return replace(neighbour, placement=random.choice(self._domain.choices["placement"]))
         choices = self._domain.choices_of(present)
         names = ["micro_batch_size", *(name for name, values in choices.items() if len(values) > 1)]
         name = random.choice(names)

@@ -29,14 +29,14 @@ def rannc(search: Search, seed: int) -> None:
 
 def estimate_plan(search: Search, *, any_depth: bool) -> None:
     """Estimate RaNNC's plan; with ``any_depth``, it takes the fastest number of stages, else the fewest that fit."""
-    found, plan = _fitting(search.maker, search.options, any_depth=any_depth)
+    answer, plan = _fitting(search.maker, search.options, any_depth=any_depth)
     candidate = Candidate(
         dp=plan.dp,
         tp=1,
         pp=plan.pp,
         micro_batch_size=plan.micro_batch_size,
-        schedule=found.schedule,
-        recompute=str(found.schedule_options["recompute"]),
+        schedule=answer.schedule,
+        recompute=str(answer.schedule_options["recompute"]),
         partition="rannc",
         placement="pipelines-first",
     )
@@ -56,15 +56,15 @@ def _fitting(maker: PlanMaker, options: PlannerOptions, *, any_depth: bool) -> t
     while True:
         try:
             request = partition_request(maker, memory, options, any_depth=any_depth)
-            found = partition("rannc", request)
+            answer = partition("rannc", request)
         except PartitionError:
             if short is not None:
                 raise short from None
             raise
-        plan = plan_of(found, request, seed=maker.workload.seed)
+        plan = plan_of(answer, request, seed=maker.workload.seed)
         try:
             maker.check(plan)
-            return found, plan
+            return answer, plan
         except PlanError as error:
             if memory == float("inf"):
                 raise
