@@ -158,7 +158,7 @@ def without_recompute(listing: Listing) -> Listing:
     name, devices, micro_batches, options = listing
     if SCHEDULES[name].explicit:
         return listing
-    return name, devices, micro_batches, tuple(each for each in options if each[0] != "recompute")
+    return name, devices, micro_batches, tuple(option for option in options if option[0] != "recompute")
 
 
 @lru_cache(8)  # small, since a schedule of many micro-batches takes megabytes

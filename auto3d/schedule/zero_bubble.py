@@ -30,7 +30,7 @@ def fit_to_times(handmade: Schedule, *, times: EqualTimes, limit: int, deferred:
     If no order is left that is shorter than ``handmade``, the result is ``handmade``.
     """
     usual = lengths(handmade.operations, times)
-    found = []
+    shorter = []
     for exceed, skips, starts_late in product((False, True), repeat=3):
         walk = _Walk(handmade.devices, handmade.micro_batches, times, limit, deferred)
         walk.warm_up(exceed)
@@ -39,8 +39,8 @@ def fit_to_times(handmade: Schedule, *, times: EqualTimes, limit: int, deferred:
         walk.finish()
         length = lengths(walk.orders, times)
         if length < usual and length[1] <= usual[1]:
-            found.append((length, walk.orders))
-    for _, orders in sorted(found, key=lambda one: one[0]):
+            shorter.append((length, walk.orders))
+    for _, orders in sorted(shorter, key=lambda entry: entry[0]):
         schedule = replace(handmade, operations=tuple(map(tuple, orders)))
         with suppress(ScheduleError):
             check_rendezvous(schedule)

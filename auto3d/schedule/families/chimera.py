@@ -101,11 +101,11 @@ def _placement(devices: int, pipes: int) -> dict[tuple[int, int], int]:
 
 def _groups(numbers: range, pipes: int, *, doubled: bool, parts: int) -> list[list[tuple[int, ...]]]:
     """Per pipe, the micro-batches of each forward; micro-batches are divided among the pipes as evenly as possible."""
-    each, remainder = divmod(len(numbers) // parts, pipes)
+    per_pipe, remainder = divmod(len(numbers) // parts, pipes)
     groups: list[list[tuple[int, ...]]] = []
     taken = 0
     for pipe in range(pipes):
-        of_pipe = numbers[taken : taken + (each + (pipe < remainder)) * parts]
+        of_pipe = numbers[taken : taken + (per_pipe + (pipe < remainder)) * parts]
         taken += len(of_pipe)
         size = 2 if doubled else 1
         groups.append([tuple(of_pipe[i : i + size]) for i in range(0, len(of_pipe), size)])
