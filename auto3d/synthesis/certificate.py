@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 
 from auto3d.errors import InputError
@@ -70,7 +71,7 @@ def departure(problem: Problem, schedule: Schedule) -> str:
     splits: set[int] = set()
     joined: set[int] = set()
     forwards = dict.fromkeys(problem.device_of, 0)
-    for operation in (each for operations in schedule.operations for each in operations):
+    for operation in chain.from_iterable(schedule.operations):
         if len(operation.micro_batches) > 1 or schedule.parts > 1:
             return "its operations run several micro-batches or parts of one"
         if operation.kind is Kind.FORWARD:

@@ -232,13 +232,13 @@ class _Orders:
                 for earlier, later in pairwise(queue):
                     self.model.add(earlier[2] <= later[1])
             for queue, another in combinations(queues, 2):
-                for one in queue:
-                    for two in another:
+                for message in queue:
+                    for rival in another:
                         first = self.model.new_bool_var("")
-                        self.model.add(one[0][1] <= two[0][0]).only_enforce_if(first)
-                        self.model.add(one[2] <= two[1]).only_enforce_if(first)
-                        self.model.add(two[0][1] <= one[0][0]).only_enforce_if(~first)
-                        self.model.add(two[2] <= one[1]).only_enforce_if(~first)
+                        self.model.add(message[0][1] <= rival[0][0]).only_enforce_if(first)
+                        self.model.add(message[2] <= rival[1]).only_enforce_if(first)
+                        self.model.add(rival[0][1] <= message[0][0]).only_enforce_if(~first)
+                        self.model.add(rival[2] <= message[1]).only_enforce_if(~first)
 
     def _limit_memory(self, device: int) -> None:
         free = self.problem.free[device]
@@ -302,11 +302,11 @@ class _Orders:
                 ends.append(mine)
             model.add_max_equality(last[stage], ends)
         before: dict[tuple[int, int], Any] = {}
-        for one, two in combinations(stages, 2):
-            before[one, two] = model.new_bool_var("")
-            before[two, one] = ~before[one, two]
-            model.add(last[one] <= last[two]).only_enforce_if(before[one, two])
-            model.add(last[two] <= last[one]).only_enforce_if(before[two, one])
+        for first, second in combinations(stages, 2):
+            before[first, second] = model.new_bool_var("")
+            before[second, first] = ~before[first, second]
+            model.add(last[first] <= last[second]).only_enforce_if(before[first, second])
+            model.add(last[second] <= last[first]).only_enforce_if(before[second, first])
         return {
             stage: end
             + self.units(costs.sync[stage])

@@ -79,7 +79,7 @@ class Problem:
 def peaks(problem: Problem, schedule: Schedule) -> list[float]:
     """Per device, the largest sum of activations that ``schedule`` holds at a time; see Problem."""
     inside = recomputed_inside(schedule)
-    found, number = [], 0
+    largest, number = [], 0
     for operations in schedule.operations:
         held = most = 0.0
         for operation in operations:
@@ -87,8 +87,8 @@ def peaks(problem: Problem, schedule: Schedule) -> list[float]:
             number += 1
             most = max(most, held + during)
             held += after
-        found.append(most)
-    return found
+        largest.append(most)
+    return largest
 
 
 def exceeds(problem: Problem, schedule: Schedule) -> list[bool]:
