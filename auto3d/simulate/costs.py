@@ -229,9 +229,9 @@ def _check_slices(name: str, whole: Sequence[float], slices: Sequence[Sequence[f
     if not slices:
         return
     if len(slices) != len(whole) or len({len(times) for times in slices}) > 1:
-        found = ", ".join(str(len(times)) for times in slices)
+        counts = ", ".join(str(len(times)) for times in slices)
         raise InputError(
-            f"costs: {name}_of_slice has {found} slices; it must have equally many for each of "
+            f"costs: {name}_of_slice has {counts} slices; it must have equally many for each of "
             f"{counted(len(whole), 'stage')}"
         )
     for number, of_stages in enumerate(zip(*slices, strict=True)):

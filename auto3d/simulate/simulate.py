@@ -183,7 +183,7 @@ def _run_independent(
 
 def _deadlock(work: DeviceWork, arrival: Sequence[float], position: Sequence[int]) -> str:
     numbered = work.numbered
-    sender = {each.number: number for number, messages in work.inputs.items() for each in messages}
+    sender = {message.number: number for number, messages in work.inputs.items() for message in messages}
     stuck = []
     for device, (number, stop) in enumerate(zip(position, numbered.bounds[1:], strict=True)):
         if number < stop:
