@@ -108,8 +108,8 @@ class CollectiveTimes:
 
         largest = self.sizes[-1]
         beyond = max(1.0, size / largest)
-        each = [interp(min(size, largest), self.sizes, row) for row in self.seconds]
-        return beyond * float(interp(ranks, self.ranks, each))
+        seconds = [interp(min(size, largest), self.sizes, row) for row in self.seconds]
+        return beyond * float(interp(ranks, self.ranks, seconds))
 
 
 @dataclass(frozen=True, kw_only=True)

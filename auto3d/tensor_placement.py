@@ -65,12 +65,12 @@ class Split:
 
     def ranges(self, shard: int, shards: int) -> list[tuple[int, int]]:
         """``[first, last)`` of each run of elements of the whole dimension that rank ``shard`` has, in its order."""
-        found, start = [], 0
+        runs, start = [], 0
         for block, local in zip(self.blocks, self.local_blocks(shards), strict=True):
             first = min(shard * local, block)
-            found.append((start + first, start + min(first + local, block)))
+            runs.append((start + first, start + min(first + local, block)))
             start += block
-        return found
+        return runs
 
 
 @dataclass(frozen=True, slots=True)
