@@ -40,8 +40,8 @@ class GroupLink:
         """Seconds of a collective on ``size`` bytes, of the whole tensor; zero for none.
 
         It takes its measured time where the group lies in one node that was measured. Else an all-reduce takes the
-        faster of a ring and a tree, as communication libraries choose, and an all-gather or a reduce-scatter half of
-        one on a ring; by a paper's formula, half of its all-reduce.
+        faster of a ring and a tree, as communication libraries choose, and an all-gather or a reduce-scatter half of an
+        all-reduce on a ring; by a paper's formula, half of its all-reduce.
         """
         if self.ranks < 2 or not size or collective is None:
             return 0.0
@@ -232,7 +232,7 @@ TRAFFIC: dict[str, type[Traffic]] = {"amp": AmpTraffic, "chimera": ChimeraTraffi
 def ring_s(ranks: int, size: float, link: Link) -> float:
     """Seconds of an all-reduce on a ring: reduce-scatter, then all-gather.
 
-    Each takes ``ranks`` - 1 messages of ``size`` / ``ranks`` bytes.
+    Both steps take ``ranks`` - 1 messages of ``size`` / ``ranks`` bytes.
     """
     return 2 * (ranks - 1) * link.latency_s + 2 * (ranks - 1) / ranks * size / link.bandwidth
 

@@ -314,7 +314,7 @@ class CostModel:
     def pipeline_times(self, plan: Plan, cuts: Sequence[int], *, kept: Kept = (), replicas: int = 1) -> PipelineTimes:
         """The times of a pipeline with the degrees, placement and schedule of ``plan`` at any of ``cuts``.
 
-        The stages of ``plan`` do not matter. Each is taken to keep the fraction ``kept`` of its forward's seconds
+        The stages of ``plan`` do not matter. Each stage is taken to keep the fraction ``kept`` of its forward's seconds
         (default: nothing where the schedule recomputes), and to have ``replicas`` replicas.
         """
         shape, traffic = shape_of(plan), self._traffic_of(plan)

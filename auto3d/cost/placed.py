@@ -1,4 +1,5 @@
-"""The groups that communicate at the same time under a placement on a cluster, and the kinds of devices of each."""
+"""The groups that communicate at the same time under a placement on a cluster, and the kinds of devices of each
+group."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache

@@ -77,7 +77,7 @@ class ModelTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateTimes:
-    """Candidate stages of RaNNC at one micro-batch size, each distinct one run whole.
+    """Candidate stages of RaNNC at one micro-batch size, each distinct stage run whole.
 
     The tuples have one entry for each distinct stage: median times in the fastest of several rounds.
     """

@@ -123,7 +123,7 @@ class StageTimes:
         return segments
 
     def _make_collectives(self, samples: int, share: Share, link: GroupLink) -> np.ndarray:
-        """[2, operations + 1]: seconds of the collectives of all operations before each, forward and backward."""
+        """[2, operations + 1]: seconds of the collectives before each operation, forward and backward."""
         work = self._work.work_at(samples, share)
         seconds = np.zeros((2, len(work) + 1))
         for row, exchanges in zip(seconds, work.exchanges_of, strict=True):

@@ -1,4 +1,4 @@
-"""The tensors of a Graph as arrays: when each is made, used and saved, and when its gradient exists.
+"""The tensors of a Graph as arrays: when each tensor is made, used and saved, and when its gradient exists.
 
 A view counts as the tensor whose memory it shows. Autograd passes the gradients of views and of
 sums on without a copy. Values that share a gradient form a class.
@@ -68,7 +68,7 @@ class Tensors:
     slice_gradient: np.ndarray
     """Per operation, for a slice of the sequence: bytes of the gradient of its keys or values, which later slices make
     and which exists until its own backward."""
-    joins: np.ndarray  # per operation: whether it joins keys or values of a slice, which the stage keeps for later ones
+    joins: np.ndarray  # per operation: whether it joins keys or values, which the stage keeps for later slices
     begins: np.ndarray | None = None
     """Position in the whole Graph -> position here, for a share of the model; None where both are the same."""
 

@@ -37,9 +37,9 @@ EAGER_NORM = (36.0, 92.0)
 """Bytes per element that an eager norm moves in the forward and in the backward if it takes 2-byte values to float32.
 
 Forward, by operator: the cast (2 + 4), the square (4 + 4), its mean (4), the product with the statistic (4 + 4), the
-cast back (4 + 2), the weight (2 + 2). Backward: the weight's two products and the sum of one (4 + 6 + 2), the cast (2 +
-4), the products with the statistic and of its gradient, whose sum is small (8 + 12 + 4), the mean (4), the square by
-pow, mul and mul (8 + 8 + 12), the sum of both gradients (12) and the cast back (4 + 2): formulas of PyTorch's
+cast back (4 + 2), the weight (2 + 2). Backward: the weight's two products and the sum of one product (4 + 6 + 2), the
+cast (2 + 4), the products with the statistic and of its gradient, whose sum is small (8 + 12 + 4), the mean (4), the
+square by pow, mul and mul (8 + 8 + 12), the sum of both gradients (12) and the cast back (4 + 2): formulas of PyTorch's
 tools/autograd/derivatives.yaml.
 """
 EAGER_NORM_KERNELS = (8, 14)  # the kernels of these operators, and of two on the statistic each way
@@ -241,7 +241,7 @@ def _work(
     system: System | None,
     float8: Container[int],
 ) -> Work:
-    """The work of the nodes of ``graph``, which may be a local one; without its blocks and exchanges.
+    """The work of the nodes of ``graph``, which may be a local graph; without its blocks and exchanges.
 
     ``float8`` has the positions at which a product of a weight takes operands of 8 bits.
     """
@@ -324,7 +324,7 @@ def _work(
                     arrays["backward_launches"][position] += FLOAT8_CAST_KERNELS
                     shapes = [graph.parameters[name].shape for name in node.state if name in graph.trained]
                     weights = sum(prod(shape) for shape in shapes if len(shape) > 1)
-                    arrays["fixed"][position] += 2 * weights  # a copy and a transposed one, of a byte each
+                    arrays["fixed"][position] += 2 * weights  # a copy and a transposed copy, a byte per element
         if has_gradient:
             arrays["backward_moved"][position] = scale * backward
         else:
@@ -518,8 +518,9 @@ def _find_blocks(graph: Graph, bounds: Sequence[int]) -> tuple[np.ndarray, tuple
 def repeated_range(ends: Sequence[int], starts: Sequence[int] | np.ndarray, count: int) -> tuple[int, int]:
     """The range of the repeated blocks among ``count`` positions.
 
-    ``starts`` has the first position of each block, or of each half, and ``ends`` the last position of each, and before
-    them of an embedding: with starts 2, 6 and ends 1, 5, 9, the blocks are the positions 2 to 9, and the range (2, 10).
+    ``starts`` has the first position of each block, or of each half, and ``ends`` the last position of each block, and
+    before them of an embedding: with starts 2, 6 and ends 1, 5, 9, the blocks are the positions 2 to 9, and the range
+    (2, 10).
     """
     if not len(starts) or not ends:
         return 0, count

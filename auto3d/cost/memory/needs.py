@@ -48,7 +48,7 @@ class DeviceNeeds:
     per_count: np.ndarray  # [stages × counts], bytes
     weights: DeviceWeights
     local: frozenset[int]  # stages whose received values are tensors of another stage of the device
-    split: frozenset[int]  # stages with weight halves; a B of one runs both halves, one after the other
+    split: frozenset[int]  # stages with weight halves; a B of such a stage runs both, one after the other
 
     @property
     def idle(self) -> float:

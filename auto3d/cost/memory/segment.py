@@ -1,8 +1,8 @@
 """The bytes of one run of operations during its forward and its backward, for one micro-batch.
 
 The forward frees a value after its last use unless autograd saves it or a later run takes it. The backward goes from
-the last operation to the first: at each, what earlier operations saved is alive, and the gradients of the values that
-earlier operations made and later ones used. Autograd frees what an operation saved after its backward.
+the last operation to the first: at each operation, what earlier operations saved is alive, and the gradients of the
+values that earlier operations made and later ones used. Autograd frees what an operation saved after its backward.
 """
 
 from collections.abc import Sequence

@@ -75,5 +75,5 @@ class Segments:
 
 
 def earlier(spans: Sequence[Span], by: int) -> tuple[Span, ...]:
-    """``spans``, each so many operations earlier."""
+    """``spans``, ``by`` operations earlier."""
     return tuple((first - by, last - by) for first, last in spans)

@@ -188,7 +188,7 @@ class _Highest:
 
 
 def _differentiable(tensors: Tensors, memories: frozenset[int]) -> float:
-    """Bytes of the gradients of ``memories``, as far as they have one."""
+    """Bytes of the gradients of ``memories``, as far as they have gradients."""
     return float(sum(tensors.size[number] for number in memories if number in tensors.with_gradient))
 
 

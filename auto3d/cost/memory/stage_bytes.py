@@ -33,7 +33,7 @@ class StageBytes(Protocol):
     """What a training system holds of a stage."""
 
     gradient_copies: float  # bytes per parameter of gradients beside the accumulated gradients
-    in_whole: bool  # whether positions of peaks always count the operations of the whole Graph, as those of slices do
+    in_whole: bool  # whether positions of peaks always count the operations of the whole Graph, as for slices
 
     def of(self, run: StageRun) -> StageMemory:
         """The memory of a stage for a micro-batch or, if it has several shares, for the mean of them."""

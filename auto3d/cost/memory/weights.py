@@ -58,8 +58,9 @@ class WeightBytes:
         sum_is_split: bool,
         asynchronous: bool,
     ) -> DeviceWeights:
-        """The weights of a device with ``stages``, (operations, replicas) of each; as many as ``holders`` ranks hold
-        the weights of a stage, among which the sum of the gradients, and so the optimizer's state, may be split."""
+        """The weights of a device with ``stages``, (operations, replicas) of each stage; as many as ``holders`` ranks
+        hold the weights of a stage, among which the sum of the gradients, and so the optimizer's state, may be
+        split."""
         training = self._training
         states = [self._state(samples, operations, replicas, shares) for operations, replicas in stages]
         every, replicas = tuple(span for operations, _ in stages for span in operations), stages[0][1]
@@ -91,7 +92,7 @@ class WeightBytes:
     def _count_state(
         self, samples: int, operations: tuple[Span, ...], replicas: int, shares: tuple[Share, ...]
     ) -> StageState:
-        """The state of a stage, whose ``shares`` have the same; each holds what it computes once, such as masks."""
+        """The state of a stage, the same for all ``shares``; each share holds what it computes once, such as masks."""
         samples, _ = self._work.slice_of(samples, replicas)
         tables, *others = (self._work.tables(samples, share) for share in shares)
         tensors = tables.work.tensors
@@ -115,9 +116,9 @@ class WeightBytes:
     def tensors(
         self, runs: Sequence[StageRun], share: Share, *, older: Sequence[int], unmade: frozenset[int], shards: int
     ) -> Iterator[HeldTensor]:
-        """The weights of the stages of ``runs``, tensor by tensor. ``share`` is that of their ranks in a micro-batch,
-        ``older`` has the number of each stage's older versions, and ``unmade`` the parameters without gradients;
-        ``shards`` ranks share the state of the optimizer."""
+        """The weights of the stages of ``runs``, tensor by tensor. ``share`` is the share of their ranks in a
+        micro-batch, ``older`` has the number of each stage's older versions, and ``unmade`` the parameters without
+        gradients; ``shards`` ranks share the state of the optimizer."""
         training = self._training
         for (stage, samples, shares, *_), versions in zip(runs, older, strict=True):
             fixed = self._state(samples, stage.operations, stage.replicas, shares).fixed
