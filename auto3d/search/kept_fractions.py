@@ -128,7 +128,7 @@ def largest_fraction(fractions: KeptFractions, shortage: Callable[[Plan], str], 
 def _largest_within(fractions: KeptFractions, limits: Limits) -> Plan | None:
     kept_from = fractions.kept_from
     possible = np.ones(len(kept_from), dtype=bool)
-    lacked: dict[int, None] = {}  # devices that lacked memory for a plan, the last one first
+    lacked: dict[int, None] = {}  # devices that lacked memory for a plan, the latest first
     while possible.any():
         place = int(np.flatnonzero(possible)[-1])
         plan = fractions.plan(fractions.first[place])

@@ -46,8 +46,8 @@ class PlanMaker:
     """Makes Plans of the model ``planned`` for ``workload``, with the cluster and times of the cost model ``model``.
 
     ``shortage`` returns which device lacks memory for a Plan, or an empty string if the Plan fits (default: by
-    ``model``, on devices whose memory is known). ``memory`` has the bytes that ``shortage`` compares with those of the
-    cluster's devices; without it, recompute auto asks ``shortage`` about every kept fraction. ``check`` raises
+    ``model``, on devices whose memory is known). ``memory`` has the bytes that ``shortage`` compares with the memory of
+    the cluster's devices; without it, recompute auto asks ``shortage`` about every kept fraction. ``check`` raises
     InputError for a Plan that is impossible for another reason. ``order_seconds`` is the time in which the order of a
     synthesized schedule is sought.
     """
@@ -83,8 +83,8 @@ class PlanMaker:
     def seeds(self, candidate: Candidate) -> list[Plan]:
         """The Plans by rule with the other choices of ``candidate``, from which its order is sought.
 
-        Where none of a schedule fits the memory, it has the one that ignores memory. Raises InputError if there are
-        none.
+        Where no Plan of a schedule fits the memory, its Plan that ignores memory stands for it. Raises InputError if
+        there are none.
         """
         check_sought(candidate, self.model)
         plans, refusals = [], Refusals()

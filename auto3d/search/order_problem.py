@@ -26,11 +26,11 @@ def with_order(plan: Plan, schedule: Schedule, *, sync: str = SYNC[0]) -> Plan:
 def problem_of(plan: Plan, model: CostModel, *, may_recompute: frozenset[int] | None = None) -> Problem:
     """The problem of the stages of ``plan`` on their devices, in seconds and bytes.
 
-    Costs are those of the pipeline that takes longest. ``free`` is what a device has beside what ``plan`` needs for
+    The pipeline that takes longest gives the costs. ``free`` is what a device has beside what ``plan`` needs for
     anything but activations; the order that ``plan`` has decides that, so an order that fits ``free`` may still not fit
-    by ``model.memory``. Any stage may split its backward; those of ``may_recompute`` (default: those that ``plan``
-    recomputes) may recompute all but what they keep by ``plan``. Raises PlanError if a device lacks memory for anything
-    but activations.
+    by ``model.memory``. Any stage may split its backward; the stages of ``may_recompute`` (default: the stages that
+    ``plan`` recomputes) may recompute all but what they keep by ``plan``. Raises PlanError if a device lacks memory for
+    anything but activations.
     """
     shape = shape_of(plan)
     stages = range(shape.stages)

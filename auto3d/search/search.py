@@ -217,7 +217,7 @@ class Search:
         )
 
     def plan(self, candidate: Candidate) -> Plan:
-        """The Plan of ``candidate``, whose ``bound`` must have been finite; a synthesized one once it is estimated."""
+        """The Plan of ``candidate``, whose ``bound`` must have been finite; a synthesized Plan once it is estimated."""
         return self._plans[candidate]
 
     def add(self, candidate: Candidate, plan: Plan) -> None:

@@ -181,7 +181,7 @@ def _structures(preference: Mapping[Plan, tuple[bool, float]], *, recompute: boo
 
 
 def _problem(plan: Plan, model: CostModel) -> Problem:
-    """The problem of the stages of ``plan``: any of them may recompute if one does, and otherwise none may."""
+    """The problem of the stages of ``plan``: if any stage recomputes there, every stage may; otherwise none may."""
     form = shape_of(plan)
     return problem_of(plan, model, may_recompute=frozenset(range(form.stages) if form.recompute else ()))
 

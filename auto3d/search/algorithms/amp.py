@@ -4,7 +4,7 @@ The space has four axes: the degrees, the micro-batch size, the two tilings of t
 ``pipe_dp`` (layer-assignment). Each move draws the tensor- or the data-parallel degree anew, then the micro-batch size
 and the tiling. ``annealing`` is our version of it, over all axes. Where the listing has errors or gaps:
 
-- Lines 8 and 18 use ``randn()``, a normal variate; here it is a uniform one from 0 to 1.
+- Lines 8 and 18 use ``randn()``, a normal variate; here it is uniform from 0 to 1.
 - Line 15 cuts stages for the strategy before the move; here stages are cut for the strategy after it.
 - ``cool_down`` is not given; here the temperature falls from 1 second, linearly to 0 or by a factor in each step.
 - The first strategy is never recorded; here it is.

@@ -11,8 +11,9 @@ from auto3d.search.search import Search
 def megatron(search: Search, seed: int) -> None:
     """For each micro-batch size, the candidate of the smallest tp × pp that holds the model.
 
-    tp is at most the number of devices of the smallest node; of equal products, the one with the largest tp is taken.
-    The rest is Megatron-LM's: equally many blocks in each stage, 1F1B, and its order of ranks. ``seed`` has no effect.
+    tp is at most the number of devices of the smallest node; of equal products, the product with the largest tp is
+    taken. The rest is Megatron-LM's: equally many blocks in each stage, 1F1B, and its order of ranks. ``seed`` has no
+    effect.
     """
     domain = search.domain
     allowed = [

@@ -49,7 +49,7 @@ def _fitting(maker: PlanMaker, options: PlannerOptions, *, any_depth: bool) -> t
 
     RaNNC counts the memory of one micro-batch, of the inputs of the others and of the optimizer's state, but not of
     messages and fragments. If the cost model finds that its plan does not fit, RaNNC runs again with a lower limit. If
-    no plan fits, raises InputError with the memory that the last one lacked.
+    no plan fits, raises InputError with the memory that the last plan lacked.
     """
     memory = maker.model.cluster.memory_bytes or float("inf")
     short: PlanError | None = None
