@@ -23,7 +23,7 @@ Number = TypeVar("Number")
 
 
 class Counts(NamedTuple, Generic[Number]):
-    """Of one stage of a device, how many it holds of what is named here; or the bytes of each of these."""
+    """What one stage of a device holds: a number of each kind, or the bytes of each kind."""
 
     in_flight: Number  # micro-batches, or parts of them, from the forward until the backward, or until its input half
     recomputed: Number  # micro-batches in flight with recomputed activations
@@ -229,10 +229,10 @@ def _counted(schedule: Schedule, device: int, messages: "_Messages") -> _MomentT
 
 
 def _slice_gradients(operation: Operation, slices: int) -> tuple[int, int]:
-    """How an operation changes the number of slices that hold gradients of later ones: when it begins, when it ends.
+    """How an operation changes the number of slices that hold gradients of later slices: when it begins, when it ends.
 
-    The backward of the last slice makes the gradient of all keys as one tensor. That of the slice before it adds its
-    own to parts of that tensor, which is then free, and makes a tensor for each earlier slice.
+    The backward of the last slice makes the gradient of all keys as one tensor. The backward of the slice before it
+    adds its own gradient to parts of that tensor, which is then free, and makes a tensor for each earlier slice.
     """
     if operation.kind not in _WITH_GRADIENT:
         return 0, 0
@@ -241,10 +241,10 @@ def _slice_gradients(operation: Operation, slices: int) -> tuple[int, int]:
 
 
 class _Messages:
-    """The messages between stages: when each is posted, received, sent and released.
+    """The messages between stages: when each message is posted, received, sent and released.
 
-    Messages have numbers: messages of one direction, target stage and pipe follow each other by micro-batch. Steps have
-    numbers among those of all devices; one more after those of each device stands for its end.
+    Messages have numbers: messages of one direction, target stage and pipe follow each other by micro-batch. The steps
+    of all devices are numbered in a row; one more number behind the steps of each device stands for its end.
     """
 
     def __init__(self, schedule: Schedule, *, read_once: bool) -> None:

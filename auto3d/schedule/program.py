@@ -82,8 +82,8 @@ class Program:
 def without(program: Program, absent: Collection[int]) -> Program:
     """``program`` without what it runs, sends and receives of the micro-batches ``absent``.
 
-    What stands before a step that falls away stands before the next one, so that all ranks of a pipeline that leave out
-    the same micro-batches keep the order of all else.
+    What stands before a step that falls away stands before the next step, so that all ranks of a pipeline that leave
+    out the same micro-batches keep the order of all else.
     """
 
     def kept(messages: Iterable[Message]) -> tuple[Message, ...]:
