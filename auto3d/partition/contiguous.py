@@ -23,9 +23,9 @@ Weights = Sequence[Sequence[float]]
 def smallest_maximum(before: Weights, earliest: Sequence[Sequence[int]]) -> float | None:
     """The smallest limit L within which ``len(earliest)`` parts cover the sequence; None if no limit is enough.
 
-    One pass decides whether a limit is enough, since a part that ends as late as possible never hurts the next ones:
+    One pass decides whether a limit is enough, since a part that ends as late as possible never hurts the next parts:
     where it leaves none of them anything within the limit, they can take over what the parts before them hold. If the
-    limit is not enough, the same pass yields the smallest larger one that would make a difference.
+    limit is not enough, the same pass yields the smallest larger limit that would make a difference.
     """
     least = _least(before)
     steps = [0, *accumulate(int(after > here) for here, after in pairwise(before[0]))]
@@ -51,7 +51,7 @@ def smallest_maximum(before: Weights, earliest: Sequence[Sequence[int]]) -> floa
 
 
 def lightest(before: Weights) -> Sequence[float]:
-    """The weight before each place if every step to the next one weighs the least that it does in any part."""
+    """The weight before each place if every step to the next place weighs the least that it does in any part."""
     distinct = list({id(part): part for part in before}.values())
     if len(distinct) == 1:
         return distinct[0]

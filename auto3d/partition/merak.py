@@ -18,7 +18,8 @@ from auto3d.partition.stage import PartitionError
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """A Graph as a sequence of subgraphs. Each uses one value of the one before it, common nodes, and graph inputs.
+    """A Graph as a sequence of subgraphs. Each uses one value of the subgraph before it, common nodes, and graph
+    inputs.
 
     The subgraphs are in the Graph's order, so stages that are cut at some of ``bounds`` consist of whole subgraphs.
     Operations that depend on graph inputs alone are repeated where their results are used; the results are not sent.
@@ -59,7 +60,7 @@ def sharding_from_json(content: Mapping[str, Any]) -> Sharding:
 
 
 def common_nodes(graph: Graph) -> dict[str, int]:
-    """Values that several layers use, such as an encoder's output -> the number of operations that use each.
+    """Values that several layers use, such as an encoder's output -> the number of operations that use each value.
 
     The paper calls a node common if it has more users than the model has layers. That rule needs the number of layers,
     misses values that only some layers use, and calls every hidden state of a model of two layers common. Here a value

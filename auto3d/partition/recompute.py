@@ -2,7 +2,7 @@
 
 Merak, section 6.2 of the version of 2022, 5.2 of TPDS 2023. A stage keeps the activations of its end. The backward of
 the end comes first: it can begin as soon as the gradient arrives, and it has freed its activations by the time the
-stage recomputes the dropped ones, unless the schedule recomputes them early (operation R).
+stage recomputes the dropped activations, unless the schedule recomputes them early (operation R).
 """
 
 from bisect import bisect_right

@@ -73,7 +73,7 @@ def _within(
 
 
 def _latest_ends(times: Sequence[float], limit: float) -> list[int]:
-    """For each place, the last one at which a stage that begins there may end; the place itself if there is none."""
+    """For each place, the last place at which a stage that begins there may end; the place itself if there is none."""
     ends, last = [], 0
     for first in range(len(times)):
         last = max(first, last)

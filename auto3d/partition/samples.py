@@ -95,7 +95,7 @@ def made_from_samples(graph: Graph) -> frozenset[str]:
 
 
 def _growing(value: Value, small: Value, size: int, small_size: int) -> tuple[int, int] | None:
-    """(dimension, elements per sample) of the dimension that grows with the micro-batch size, if just one does."""
+    """(dimension, elements per sample) of the dimension that alone grows with the micro-batch size; else None."""
     if len(value.shape) != len(small.shape):
         return None
     pairs = enumerate(zip(value.shape, small.shape, strict=True))

@@ -1,6 +1,7 @@
 """A stage as segments: runs of operations that keep their activations, alternating with runs that are recomputed.
 
-A segment takes values from earlier segments and gives values to later ones, so each can be recomputed by itself.
+A segment takes values from earlier segments and gives values to later segments, so each segment can be recomputed by
+itself.
 """
 
 from collections.abc import Sequence

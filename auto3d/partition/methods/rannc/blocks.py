@@ -183,7 +183,7 @@ def compact(units: Units, blocks: Level, limit: int) -> Level:
     """Merge neighbours in the sequence, shortest first, until ``limit`` blocks remain or memory forbids it.
 
     Consecutive blocks can always be merged, and the blocks can still run in sequence. If the shorter of the two
-    neighbours does not fit, the other one is tried; the paper is silent on this.
+    neighbours does not fit, the other is tried; the paper is silent on this.
     """
     blocks = list(blocks)
     seconds = [sum(units.seconds[unit] for unit in block) for block in blocks]

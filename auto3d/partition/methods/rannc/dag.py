@@ -28,7 +28,7 @@ def topological_order(after: Sequence[Iterable[int]]) -> list[int] | None:
 
 
 def strong_components(after: Sequence[Iterable[int]]) -> list[list[int]]:
-    """Groups of nodes that reach each other, by Kosaraju's algorithm: two walks, the second one on reversed edges."""
+    """Groups of nodes that reach each other, by Kosaraju's algorithm: two walks, the second on reversed edges."""
     before: list[list[int]] = [[] for _ in after]
     for node, followers in enumerate(after):
         for follower in followers:

@@ -51,11 +51,10 @@ def form_stages(choices: Choices, stages: int, devices: int) -> tuple[Run, ...] 
     This corrects three errors of the published algorithm:
 
     - For each (stages, blocks, devices) it keeps only the best sum of longest forward and longest backward. But the
-    best
-      solution need not contain the best partial one: with partial solutions of (1, 5) and (4, 1) and a next stage of
-      (1, 5), the first gives 6, and the second, which is the better partial one, gives 9. Here the longest backward
-      alone is minimised, exactly, under a cap on forward times, and the cap is lowered until nothing improves. (In 44
-      of 400 random cases with 6 to 9 blocks the published algorithm is worse, by up to 7 %.)
+      best solution need not contain the best partial solution: with partial solutions of (1, 5) and (4, 1) and a next
+      stage of (1, 5), the first gives 6, and the second, which is the better partial solution, gives 9. Here the
+      longest backward alone is minimised, exactly, under a cap on forward times, and the cap is lowered until nothing
+      improves. (In 44 of 400 random cases with 6 to 9 blocks the published algorithm is worse, by up to 7 %.)
     - It begins with V = 0 for zero stages of any blocks on any devices, so a solution could leave blocks out. Only zero
       blocks on zero devices may have V = 0.
     - d_min assumes that if d devices are not possible, fewer are not either, for this and all later numbers of blocks.
@@ -230,7 +229,7 @@ class StageSearch:
 
         Each replica runs a slice of a micro-batch's samples. If they do not divide evenly, the paper rounds down. But
         then some replica has one sample more in some micro-batch, and all others wait for it, so times and memory here
-        are those of the number rounded up. The model must be able to run with the number rounded down. With
+        are for the number rounded up. The model must be able to run with the number rounded down. With
         ``equal_slices``, the samples must divide evenly.
 
         A forward also takes the host's time for a micro-batch, which a recomputation does not take again. Where
