@@ -139,7 +139,8 @@ class _SlowedRun:
     def _start_sum(self, device: int, number: int) -> None:
         """Run the S ``number``, whose end is known now: nothing slows it.
 
-        If it is the last one of its all-reduce, that begins as soon as the earlier ones of its devices have ended.
+        If it is the last S of its all-reduce, the all-reduce begins as soon as the earlier all-reduces of its devices
+        have ended.
         """
         duration, after, _, _ = self._steps[number]
         end = self.end[number] = self._free[device] = self._now + duration

@@ -194,7 +194,7 @@ def _measured(operation: Operation, link: int, duration: float, after: float) ->
 def _lead(duration: float, messages: float, count: int) -> float:
     """The lead of an operation on ``count`` micro-batches, whose messages take so long together.
 
-    They go one after the other, each as soon as its micro-batch is done. All but the last one run while the operation
+    They go one after the other, each as soon as its micro-batch is done. All but the last run while the operation
     does, as far as they fit.
     """
     return (count - 1) / count * min(messages, duration) if count > 1 else 0.0
