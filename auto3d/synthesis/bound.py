@@ -240,9 +240,9 @@ def _memory_arcs(
 
     None if one micro-batch does not fit. Both stages are on one device and on the pipe of ``path``.
 
-    - B or I, ``base`` <= ``top``: otherwise the n-th one would run while m + 1 micro-batches are in flight on ``base``,
-      since their backwards on ``base`` follow it. All of them are also in flight on the earlier stages of the device,
-      and the n-th is in flight on all its stages up to ``top``. That does not fit.
+    - B or I, ``base`` <= ``top``: otherwise the n-th B or I would run while m + 1 micro-batches are in flight on
+      ``base``, since their backwards on ``base`` follow it. All of them are also in flight on the earlier stages of the
+      device, and the n-th is in flight on all its stages up to ``top``. That does not fit.
     - W, ``base`` = ``top``: otherwise m further micro-batches would each be in flight or deferred on the stage at the
       start of that F. That does not fit.
     """
@@ -360,8 +360,8 @@ def _memory_bound(
 ) -> Bound:
     """The micro-batches in flight on several stages, which share the memory of their device.
 
-    Each is in flight at least for its round trip through the later stages. With weights for which those in flight never
-    weigh more than 1, round trips times weights are a one-machine problem, too.
+    A micro-batch is in flight at least for its round trip through the later stages. With weights for which the
+    micro-batches in flight never weigh more than 1, round trips times weights are a one-machine problem, too.
     """
     best = Bound(time=0.0, reason="")
     for weights in _weights(places, choices, free * (1 + TOLERANCE)) if free < inf else []:

@@ -12,7 +12,7 @@ from auto3d.synthesis.bound import Bound, lower_bound
 from auto3d.synthesis.problem import Problem, peaks
 
 TOLERANCE = 1e-8  # relative; makespans and bounds are sums of floats
-OPERATIONS = 300  # micro-batches of all stages up to which the solver's bound exceeds the other one within seconds
+OPERATIONS = 300  # micro-batches of all stages up to which the solver's bound exceeds the fast bound within seconds
 SOLVER_SECONDS = 4.0  # time of the exact solver that commands give it
 
 
@@ -27,7 +27,7 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """The fraction by which the order is at most longer than the best possible one; below 0 after a departure."""
+        """The fraction by which the order is at most longer than the best possible order; below 0 after a departure."""
         if abs(self.makespan - self.lower_bound) <= TOLERANCE * self.lower_bound:
             return 0.0
         return self.makespan / self.lower_bound - 1 if self.lower_bound else inf
@@ -46,7 +46,7 @@ def certificate(problems: Sequence[Problem], schedule: Schedule, makespan: float
 
     ``schedule`` takes ``makespan`` in the first of them that has its stages and devices. If the fast bounds leave a gap
     and the problems are small, an exact solver tries to close it for up to ``seconds``. Raises InputError if
-    ``makespan`` is less than any order takes though ``schedule`` is one, or if no order fits the memory.
+    ``makespan`` is less than any order takes though ``schedule`` is an order, or if no order fits the memory.
     """
     bounds = [_bound(problem) for problem in problems]
     below = [number for number, bound in enumerate(bounds) if bound.time * (1 + TOLERANCE) < makespan]

@@ -3,9 +3,9 @@
 Micro-batches of a pipe are identical, so some optimal order runs every kind of operation of a stage in their ascending
 order. Proof by exchange: in any order, give the n-th F of each stage the n-th micro-batch, and likewise the n-th
 backward and W. Each operation keeps its time, and all that it needs is there: when the n-th F of a stage begins, the
-messages of n forwards of the stage before have arrived, hence those of the first n; the same holds for gradients, for
-the own forward of a backward and for the I of a W. An R goes to the first later backward that has none yet. At each
-moment every stage holds as many micro-batches in each state as before, so the memory stays the same.
+messages of n forwards of the stage before have arrived, hence the messages of the first n; the same holds for
+gradients, for the own forward of a backward and for the I of a W. An R goes to the first later backward that has none
+yet. At each moment every stage holds as many micro-batches in each state as before, so the memory stays the same.
 """
 
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ TOLERANCE = 1e-9
 class Optimum:
     """The best order of a problem within a solver's time, and what no order can be shorter than."""
 
-    schedule: Schedule | None  # with its syncs and updates; None if the time was over before there was one
-    time: float  # makespan of ``schedule`` as simulated; infinite without one
+    schedule: Schedule | None  # with its syncs and updates; None if the time was over before there was an order
+    time: float  # makespan of ``schedule`` as simulated; infinite without a schedule
     lower_bound: float
 
     @property
@@ -43,7 +43,7 @@ class Optimum:
 
 
 def optimum(problem: Problem, *, seconds: float) -> Optimum:
-    """The shortest order of ``problem``, or the best one and the best lower bound after ``seconds``.
+    """The shortest order of ``problem``, or the best order and the best lower bound after ``seconds``.
 
     Times become whole numbers of a common unit. If there is none, times and bytes are rounded down: the lower bound
     stays valid, but it can be up to about 1e-5 below the optimum, which is then not proven. Raises InputError if no

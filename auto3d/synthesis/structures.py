@@ -210,9 +210,9 @@ def solve(
 ) -> Solution:
     """The shortest order on any of ``allowed``, sought for ``seconds`` of processor time in all.
 
-    Each structure gets some of the time; the best ones then share the rest, but those whose lower bound is above the
-    best order so far. ``tell`` is called with each structure before its search, and with the least makespan so far.
-    Raises InputError if no order fits.
+    Each structure gets some of the time; the best structures then share the rest, but structures whose lower bound is
+    above the best order so far. ``tell`` is called with each structure before its search, and with the least makespan
+    so far. Raises InputError if no order fits.
     """
     bounds: dict[int, float] = {}
     solved: dict[int, Synthesis] = {}

@@ -126,7 +126,8 @@ class _OrderSearch:
         self._begin = thread_time()
 
     def orders(self) -> Iterator[_Order]:
-        """Orders of all micro-batches, better and better, until the time is over; the first one needs least memory."""
+        """Orders of all micro-batches, better and better, until the time is over; the first order needs least
+        memory."""
         alone = [(choice, codes) for choice in self._choices() for codes in orders_of_one_at_a_time(self._all, choice)]
         yield from _best((self._order(self._all, choice, codes, "policy") for choice, codes in alone), 1)
         orders = self._with_changed_policies(_best([*self._by_policies(), *self._seeded()], ROUNDS[0]))

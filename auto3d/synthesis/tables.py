@@ -159,7 +159,7 @@ def orders_of_one_at_a_time(problem: Problem, choices: BackwardChoices) -> Itera
     """Orders in which each micro-batch begins when the micro-batch before it has ended, which needs the least memory.
 
     The micro-batches of several pipes take turns, or all of one pipe come before all of the next; the first pipe
-    begins, or the last one.
+    begins, or the last pipe.
     """
     for pipes in sorted({tuple(range(problem.pipes)), tuple(reversed(range(problem.pipes)))}):
         grouped = [pipe for pipe in pipes for _ in range(problem.per_pipe[pipe])]
