@@ -45,12 +45,12 @@ _NORMALISATIONS = (_aten.batch_norm.default, _aten.instance_norm.default)
 def remove_in_place(
     program: fx.Graph, mode: FakeTensorMode, *, buffers: Collection[str], inputs: Collection[str]
 ) -> None:
-    """Replace in-place operators by out-of-place ones, also where they write through views.
+    """Replace in-place operators by out-of-place operators, also where they write through views.
 
     Writes to ``buffers`` (batch statistics, moving averages) stay, since a buffer lives on one stage. A reader of such
-    a buffer gets a copy, since the next micro-batch may write to it before this one's backward. ``inputs`` are the
-    model's: only this micro-batch sees a write to one. Raises CaptureError for a write to anything else that outlives
-    the forward, and for a write that cannot be rewritten.
+    a buffer gets a copy, since the next micro-batch may write to it before the backward of this micro-batch. ``inputs``
+    are the model's: only this micro-batch sees a write to an input. Raises CaptureError for a write to anything else
+    that outlives the forward, and for a write that cannot be rewritten.
     """
     for node in list(program.nodes):
         if is_mutable(node) and written_arguments(node) != args_of(node)[:1]:
@@ -73,7 +73,7 @@ class _Rewriter:
     ) -> None:
         self.whole_buffers = whole_buffers  # names of the nodes whose value is a whole buffer
         self._program, self._mode, self._inputs = program, mode, inputs
-        self._anchor: fx.Node  # new nodes are inserted before this one
+        self._anchor: fx.Node  # new nodes are inserted before this node
         self._now: int  # position of the operation that is being removed; new nodes get the same position
         self._position = {node: index for index, node in enumerate(program.nodes)}
         self._views: set[fx.Node] = set()  # nodes that are views of their first argument

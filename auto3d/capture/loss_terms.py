@@ -291,7 +291,7 @@ def _is_of_each(product: fx.Node) -> bool:
 
 
 def _operator(node: fx.Node) -> str:
-    """The name of the operator of ATen that ``node`` calls, without its overload; "" if it calls another one."""
+    """The name of the operator of ATen that ``node`` calls, without its overload; "" if it calls another operator."""
     target = target_of(node)
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return ""

@@ -26,7 +26,7 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training", "_forward_hook
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _SCALARS = (bool, int, str, bytes, complex, type(None), type(...))
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, tuple, set, frozenset, deque)
-_LARGEST = 100_000  # most items of a container that are compared; of a longer one, only the length is compared
+_LARGEST = 100_000  # most items that are compared; of a longer container, only the length is compared
 _MOST = 1_000_000  # most values that are compared in total
 
 Frozen = Hashable
@@ -247,7 +247,7 @@ def held_by(value: Any) -> list[Any] | None:
     """The items of a container, or the (key, value) pairs of a mapping; None for any other object.
 
     Python's own types read them. A class of a package may do anything when its objects are read: transformers' lists
-    of models import them all, and fail where one needs another package.
+    of models import them all, and fail where a model needs another package.
     """
     kind = type(value)
     builtin: Any = next((base for base in kind.__mro__ if base in _CONTAINERS), None)

@@ -1,4 +1,4 @@
-"""Trace a repeated block once: a call that equals an earlier one becomes one operation, expanded after the export.
+"""Trace a repeated block once: a call that equals an earlier call becomes one operation, expanded after the export.
 
 A block is a module that has siblings like it, such as a layer of a transformer, or that is called several times. The
 code around the blocks runs for every block. Of the blocks, only the first of each kind is traced: its operations stand
@@ -341,7 +341,7 @@ def _is_plain(spec: pytree.TreeSpec) -> bool:
 
 
 def _is_simple(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a fake one with fixed sizes whose memory is described by its strides."""
+    """Whether a tensor is a fake tensor with fixed sizes whose memory is described by its strides."""
     return (
         isinstance(tensor, FakeTensor | nn.Parameter)
         and tensor.layout is torch.strided
