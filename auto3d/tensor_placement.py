@@ -7,7 +7,7 @@
 | split | every rank has its shard | every rank has the shard of the gradient |
 | partial | the sum over the ranks is the tensor | every rank has the gradient |
 
-A copied tensor is what enters Megatron-LM's column-parallel product, a partial one is what leaves its row-parallel
+A copied tensor is what enters Megatron-LM's column-parallel product, a partial tensor is what leaves its row-parallel
 product (Shoeybi et al. 2019, section 3).
 """
 
@@ -29,9 +29,9 @@ class PlacementKind(Enum):
 class Split:
     """How one dimension of a tensor is split. Each of its ``blocks`` is split evenly among the ranks, in order.
 
-    The blocks are sizes that add up to the dimension; a fused weight of query, key and value has one for each of the
-    three. A single block need not be divisible: every rank then has the same number of elements, and the last ones are
-    padded with zeros.
+    The blocks are sizes that add up to the dimension; a fused weight of query, key and value has one block for each of
+    the three. A single block need not be divisible: every rank then has the same number of elements, and the last
+    elements are padded with zeros.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
