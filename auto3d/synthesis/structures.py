@@ -232,13 +232,13 @@ def solve(
     if not solved:
         assert refusal is not None
         raise refusal
-    open_ones = [number for number in solved if bounds[number] * (1 + TOLERANCE) < least]
-    for number in sorted(open_ones, key=lambda number: solved[number].makespan)[:LONGER]:
+    open_numbers = [number for number in solved if bounds[number] * (1 + TOLERANCE) < least]
+    for number in sorted(open_numbers, key=lambda number: solved[number].makespan)[:LONGER]:
         first = solved[number]
         tell(allowed[number], min(synthesis.makespan for synthesis in solved.values()))
         again = synthesize(
             allowed[number].problem,
-            seconds=(1 - FIRST_SHARE) * seconds / min(LONGER, len(open_ones)),
+            seconds=(1 - FIRST_SHARE) * seconds / min(LONGER, len(open_numbers)),
             seeds=[*allowed[number].seeds, first.schedule],
             seed=seed,
         )

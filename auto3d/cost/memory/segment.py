@@ -95,8 +95,8 @@ def segment_of(
     # A part of a memory has gaps between its elements: the receiver takes it as it comes.
     is_whole = view_sizes == tensors.size[used]
     laid_out = (views >= 0) & (places.of(views) < 0) & (first_save[used] < length) & is_whole
-    each_once = np.unique(views[laid_out], return_index=True)[1]
-    copies = used[laid_out][each_once], view_sizes[laid_out][each_once]
+    first_rows = np.unique(views[laid_out], return_index=True)[1]
+    copies = used[laid_out][first_rows], view_sizes[laid_out][first_rows]
     copied = float(copies[1].sum())
     views, used_later = tensors.use_view[tensors.views], places.of(tensors.use_at[tensors.views]) < 0
     sent = (places.of(views) >= 0) & used_later
