@@ -95,7 +95,7 @@ class Link:
 class CollectiveTimes:
     """A measured collective inside a node: ``seconds[i][j]`` is the time among ranks[i] devices, of sizes[j] bytes.
 
-    Sizes are those of the whole tensor: the sum, the gathered tensor, or the one that is scattered.
+    Sizes are of the whole tensor: the sum, the gathered tensor, or the scattered tensor.
     """
 
     ranks: tuple[int, ...]
@@ -108,8 +108,8 @@ class CollectiveTimes:
 
         largest = self.sizes[-1]
         beyond = max(1.0, size / largest)
-        each = [interp(min(size, largest), self.sizes, row) for row in self.seconds]
-        return beyond * float(interp(ranks, self.ranks, each))
+        seconds = [interp(min(size, largest), self.sizes, row) for row in self.seconds]
+        return beyond * float(interp(ranks, self.ranks, seconds))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +244,7 @@ def place_ranks(*, dp: int, pp: int, tp: int = 1, replicas: Sequence[int] | None
     Neighbouring ranks form a tensor-parallel group; then follow the replicas and pipelines of the same stages, then the
     next pipeline device. Ranks are numbered node by node, so the heaviest traffic stays inside a node where possible
     (Megatron-LM's order: tensor before data before pipeline). ``replicas`` has the number of replicas of each pipeline
-    device's stages; None: one each.
+    device's stages; None: one replica each.
     """
     ends = accumulate((tp * dp * count for count in replicas or [1] * pp), initial=0)
     return tuple(tuple(range(first, end)) for first, end in pairwise(ends))

@@ -41,8 +41,8 @@ class Conversion:
 
 _K, _C = PlacementKind, Collective
 CONVERSIONS = {
-    each.name: each
-    for each in (
+    conversion.name: conversion
+    for conversion in (
         Conversion("reduce", _K.PARTIAL, _K.WHOLE, _C.ALL_REDUCE, None),
         Conversion("copy", _K.WHOLE, _K.COPIED, None, _C.ALL_REDUCE),
         Conversion("reduce_copy", _K.PARTIAL, _K.COPIED, _C.ALL_REDUCE, _C.ALL_REDUCE),
@@ -62,7 +62,7 @@ CONVERSIONS = {
 }
 
 
-CONVERSION_BETWEEN = {(each.source, each.target): each for each in CONVERSIONS.values()}
+CONVERSION_BETWEEN = {(conversion.source, conversion.target): conversion for conversion in CONVERSIONS.values()}
 
 
 def conversion_of(operator: Any) -> Conversion | None:

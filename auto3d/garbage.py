@@ -13,7 +13,8 @@ _found_frozen = False
 def garbage_collection_paused() -> Iterator[None]:
     """Pause garbage collection: imports, captures and searches make hardly any garbage.
 
-    At the end no collection begins among the millions of objects that were made meanwhile: the next full one sees them.
+    At the end no collection begins among the millions of objects that were made meanwhile: the next full collection
+    sees them.
     """
     enabled = gc.isenabled()
     gc.disable()

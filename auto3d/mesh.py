@@ -20,10 +20,10 @@ class Mesh(NamedTuple):
 
     def coordinate(self, rank: int) -> Mapping[str, int]:
         """The place of ``rank`` on each axis."""
-        place, found = self.ranks.index(rank), {}
+        place, coordinates = self.ranks.index(rank), {}
         for axis, size in reversed(self.axes):
-            place, found[axis] = divmod(place, size)
-        return found
+            place, coordinates[axis] = divmod(place, size)
+        return coordinates
 
     def at(self, **coordinate: int) -> tuple[int, ...]:
         """The ranks at these places on some axes, in order of the other axes.

@@ -52,17 +52,17 @@ def stages_between(bounds: Sequence[int]) -> tuple[StagePlan, ...]:
 
 
 def stages_at(positions: Sequence[int], stages: Sequence[StagePlan]) -> tuple[StagePlan, ...]:
-    """The stages of a Graph derived from the one that ``stages`` cut, what they keep included.
+    """The stages of a Graph derived from the Graph that ``stages`` cut, what they keep included.
 
     ``positions`` has, for each operation of the derived Graph, the position in the other of the operation that it
     belongs to, in ascending order.
     """
 
     def derived(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        found = ((bisect_left(positions, first), bisect_left(positions, last)) for first, last in spans)
-        return tuple(span for span in found if span[0] < span[1])
+        moved = ((bisect_left(positions, first), bisect_left(positions, last)) for first, last in spans)
+        return tuple(span for span in moved if span[0] < span[1])
 
-    return tuple(replace(each, operations=derived(each.operations), kept=derived(each.kept)) for each in stages)
+    return tuple(replace(stage, operations=derived(stage.operations), kept=derived(stage.kept)) for stage in stages)
 
 
 def stages_of_operations(stage_of: Sequence[int]) -> tuple[StagePlan, ...]:
@@ -80,9 +80,10 @@ def stages_of_operations(stage_of: Sequence[int]) -> tuple[StagePlan, ...]:
 class Plan:
     """Degrees, batch, schedule, stages and placement of one way to train one model.
 
-    ``dp`` pipelines run micro-batches of their own; inside each, a stage may have replicas. ``placement[device]`` has
-    the ranks of a pipeline device in the order of its mesh (``meshes``): pipeline by pipeline, in each the replicas of
-    the device's stages, in each the shards of their weights. The schedule decides which stages a pipeline device has.
+    ``dp`` pipelines run micro-batches of their own; inside a pipeline, a stage may have replicas. ``placement[device]``
+    has the ranks of a pipeline device in the order of its mesh (``meshes``): pipeline by pipeline, in each the replicas
+    of the device's stages, in each the shards of their weights. The schedule decides which stages a pipeline device
+    has.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -190,12 +191,12 @@ class Plan:
             or not counts.issuperset(map(len, self.placement))
             or ranks != list(range(self.ranks))
         ):
-            each = f" × {' or '.join(map(str, replicas))} replicas of its stages" if replicas != [1] else ""
-            each += f" × tp = {self.tp}" if self.tp > 1 else ""
+            factors = f" × {' or '.join(map(str, replicas))} replicas of its stages" if replicas != [1] else ""
+            factors += f" × tp = {self.tp}" if self.tp > 1 else ""
             needed = self.pp * max(counts) if len(counts) == 1 else len(ranks)
             raise PlanError(
                 f"placement: {[list(ranks) for ranks in self.placement]} must be pp = {self.pp} lists of "
-                f"dp = {self.dp}{each} ranks that use each of 0 to {needed - 1} once"
+                f"dp = {self.dp}{factors} ranks that use each of 0 to {needed - 1} once"
             )
 
     def to_json(self) -> str:

@@ -115,7 +115,7 @@ class Planner:
         run_algorithm(algorithm, search, self._workload.seed)
         ranked = search.ranked()
         if not ranked:
-            one = search.refused().foremost
-            problem = f"no candidate can run; {one.count} of them: {one.example}: {one.reason}"
-            raise InputError(f"search: {problem}", kind=one.kind)
+            refusal = search.refused().foremost
+            problem = f"no candidate can run; {refusal.count} of them: {refusal.example}: {refusal.reason}"
+            raise InputError(f"search: {problem}", kind=refusal.kind)
         return ranked

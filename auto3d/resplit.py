@@ -14,7 +14,7 @@ class Piece:
 
     These are ``length`` elements along the dimension that is split, which begin at ``start`` in the source's tensor and
     at ``into`` in the target's. A ``length`` of None stands for the whole tensor. If replicas have tensors of several
-    parts of their samples, they are in that of ``source_part`` and go to that of ``target_part``.
+    parts of their samples, they are in the tensor of ``source_part`` and go to the tensor of ``target_part``.
     """
 
     source: int

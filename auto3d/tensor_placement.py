@@ -7,7 +7,7 @@
 | split | every rank has its shard | every rank has the shard of the gradient |
 | partial | the sum over the ranks is the tensor | every rank has the gradient |
 
-A copied tensor is what enters Megatron-LM's column-parallel product, a partial one is what leaves its row-parallel
+A copied tensor is what enters Megatron-LM's column-parallel product, a partial tensor is what leaves its row-parallel
 product (Shoeybi et al. 2019, section 3).
 """
 
@@ -29,9 +29,9 @@ class PlacementKind(Enum):
 class Split:
     """How one dimension of a tensor is split. Each of its ``blocks`` is split evenly among the ranks, in order.
 
-    The blocks are sizes that add up to the dimension; a fused weight of query, key and value has one for each of the
-    three. A single block need not be divisible: every rank then has the same number of elements, and the last ones are
-    padded with zeros.
+    The blocks are sizes that add up to the dimension; a fused weight of query, key and value has one block for each of
+    the three. A single block need not be divisible: every rank then has the same number of elements, and the last
+    elements are padded with zeros.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -65,12 +65,12 @@ class Split:
 
     def ranges(self, shard: int, shards: int) -> list[tuple[int, int]]:
         """``[first, last)`` of each run of elements of the whole dimension that rank ``shard`` has, in its order."""
-        found, start = [], 0
+        runs, start = [], 0
         for block, local in zip(self.blocks, self.local_blocks(shards), strict=True):
             first = min(shard * local, block)
-            found.append((start + first, start + min(first + local, block)))
+            runs.append((start + first, start + min(first + local, block)))
             start += block
-        return found
+        return runs
 
 
 @dataclass(frozen=True, slots=True)

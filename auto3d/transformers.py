@@ -18,8 +18,8 @@ def __getattr__(name: str) -> Any:
     """What transformers has by this name; raises InputError for another Trainer, which would have no pipeline."""
     if name.startswith("__"):  # such as __path__, by which Python would run transformers' files a second time
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(transformers, name)
+    attribute = getattr(transformers, name)
     for ours in (Trainer, TrainingArguments):
-        if isinstance(found, type) and issubclass(found, getattr(transformers, ours.__name__)):
+        if isinstance(attribute, type) and issubclass(attribute, getattr(transformers, ours.__name__)):
             raise InputError(f"auto3d.transformers: {name} trains in one process only; use {ours.__name__}")
-    return found
+    return attribute

@@ -1,6 +1,7 @@
 """Calls of operators that are alike: results of the same shapes at the same cost.
 
-Layers repeat, so most calls of a model are like an earlier one, and what was found out about that one holds for them.
+Layers repeat, so most calls of a model are like an earlier call, and what was found out about the earlier call holds
+for them.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -15,7 +16,8 @@ _SIMPLE = frozenset((int, bool, float, str, type(None), torch.dtype))
 
 
 class DerivedCalls:
-    """Adds calls to ``graph``, a program that is derived from a captured one. Of calls that are alike, one runs."""
+    """Adds calls to ``graph``, a program that is derived from a captured program. Of calls that are alike, one call
+    runs."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
@@ -72,9 +74,9 @@ def described(argument: Any, of_node: Callable[[fx.Node], Hashable]) -> Hashable
     if isinstance(argument, torch.Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.requires_grad
     if isinstance(argument, list | tuple):
-        return tuple([described(each, of_node) for each in argument])
+        return tuple([described(item, of_node) for item in argument])
     if isinstance(argument, dict):
-        return tuple([(name, described(each, of_node)) for name, each in argument.items()])
+        return tuple([(name, described(item, of_node)) for name, item in argument.items()])
     return kind, argument  # 1, 1.0 and True are equal, but give results of different types
 
 

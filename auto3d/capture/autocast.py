@@ -112,21 +112,25 @@ class Autocast:
         Of calls that are alike, a single call is tried.
         """
         inputs = node.all_input_nodes
-        number = {each: place for place, each in enumerate(inputs)}
+        number = {operand: place for place, operand in enumerate(inputs)}
 
-        def shown(each: fx.Node) -> Hashable:
-            leaves = tree_leaves(each.meta["val"])
+        def shown(operand: fx.Node) -> Hashable:
+            leaves = tree_leaves(operand.meta["val"])
             devices = tuple(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
-            return number[each], described(each.meta["val"], shown), devices
+            return number[operand], described(operand.meta["val"], shown), devices
 
         call = node.target, described(node.args, shown), described(node.kwargs, shown), *_dtypes(node.meta["val"])
         if call not in self._found:
-            found = self._tried(node, mode)
-            self._found[call] = None if found is None else ([found.casts.get(each) for each in inputs], found.dtype)
+            tried = self._tried(node, mode)
+            self._found[call] = (
+                None if tried is None else ([tried.casts.get(operand) for operand in inputs], tried.dtype)
+            )
         known = self._found[call]
         if known is None:
             return None
-        return Rewriting({each: to for each, to in zip(inputs, known[0], strict=True) if to is not None}, known[1])
+        return Rewriting(
+            {operand: to for operand, to in zip(inputs, known[0], strict=True) if to is not None}, known[1]
+        )
 
     def _tried(self, node: fx.Node, mode: FakeTensorMode) -> Rewriting | None:
         """``rewriting`` of ``node``: its operator runs on fake tensors under autocast, and again without, rewritten."""
@@ -172,7 +176,7 @@ class Autocast:
         target = target_of(node)
         if not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
             return None
-        values = [each.meta["val"] for each in node.all_input_nodes]
+        values = [operand.meta["val"] for operand in node.all_input_nodes]
 
         def call(function: Callable, values: Sequence[Any]) -> Any:
             of = dict(zip(node.all_input_nodes, values, strict=True))
@@ -229,4 +233,4 @@ def _recorded(mode: FakeTensorMode, function: Callable[[], Any]) -> _Recorded:
 
 
 def _dtypes(value: Any) -> list[torch.dtype]:
-    return [each.dtype for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+    return [leaf.dtype for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

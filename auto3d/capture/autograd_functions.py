@@ -102,20 +102,20 @@ class AutogradFunctions:
         """
 
         def attribute(function: type[torch.autograd.Function], name: str) -> Any:
-            found = type.__getattribute__(function, name)
+            member = type.__getattribute__(function, name)
             if name != "forward" or get_proxy_mode() is None or function.__module__ == CheckpointFunction.__module__:
-                return found
+                return member
 
             def forward(*args: Any) -> Any:
                 context = args[0] if args else None
                 if isinstance(context, torch.autograd.function.BackwardCFunction):
-                    return self._record(function, args[1:], {}, lambda *tensors: found(context, *tensors))
+                    return self._record(function, args[1:], {}, lambda *tensors: member(context, *tensors))
                 if torch.autograd.function._is_setup_context_defined(function.setup_context):
                     name = function.__name__
                     raise _refusal(
                         function, f"is called by an apply that was taken from it before, not as {name}.apply"
                     )
-                return found(*args)
+                return member(*args)
 
             return forward
 
@@ -174,8 +174,8 @@ def _probe(function: type[torch.autograd.Function], args: tuple) -> AppliedFunct
         with torch.enable_grad(), watch:
             result = function.apply(*arguments)
             results = result if isinstance(result, tuple) else (result,)
-            trained = [one for one in results if isinstance(one, torch.Tensor) and one.requires_grad]
-            ones = [torch.ones_like(one) for one in trained]
+            trained = [tensor for tensor in results if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
+            ones = [torch.ones_like(tensor) for tensor in trained]
             gradients: tuple = ()
             if trained:
                 gradients = torch.autograd.grad(trained, [arguments[i] for i in positions], ones, allow_unused=True)
@@ -186,12 +186,14 @@ def _probe(function: type[torch.autograd.Function], args: tuple) -> AppliedFunct
         raise _refusal(function, problem) from error
     if versions != [arg._version for arg in arguments if isinstance(arg, torch.Tensor)]:
         raise _refusal(function, "writes to its arguments")
-    shown = {one.untyped_storage()._cdata for one in results if isinstance(one, torch.Tensor)}
+    shown = {tensor.untyped_storage()._cdata for tensor in results if isinstance(tensor, torch.Tensor)}
     return AppliedFunction(
         function=function,
         without_gradient=tuple(i for i, gradient in zip(positions, gradients, strict=False) if gradient is None),
         not_differentiable=tuple(
-            i for i, one in enumerate(results) if positions and one.is_floating_point() and not one.requires_grad
+            i
+            for i, tensor in enumerate(results)
+            if positions and tensor.is_floating_point() and not tensor.requires_grad
         ),
         views=tuple(
             i

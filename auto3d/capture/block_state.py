@@ -124,9 +124,9 @@ def global_reads(modules: Sequence[nn.Module]) -> Iterator[dict[types.CodeType, 
             return
         seen[id(code)] = code
         if is_model_code(code.co_filename):
-            found: list[Global] = []
-            _add_globals(found, frame.f_globals, code.co_names)
-            ran[code] = (found, frozen_globals(found, modules))
+            read_globals: list[Global] = []
+            _add_globals(read_globals, frame.f_globals, code.co_names)
+            ran[code] = (read_globals, frozen_globals(read_globals, modules))
 
     sys.settrace(note)
     try:
@@ -135,16 +135,16 @@ def global_reads(modules: Sequence[nn.Module]) -> Iterator[dict[types.CodeType, 
         sys.settrace(before)
 
 
-def _add_globals(found: list[Global], owner: Mapping[str, Any], names: Sequence[str]) -> None:
+def _add_globals(collected: list[Global], owner: Mapping[str, Any], names: Sequence[str]) -> None:
     """Add the ``names`` that ``owner`` has, also in another module or a class that such a name stands for."""
     for name in names:
-        if name in owner and not any(one is owner and other == name for one, other in found):
-            found.append((owner, name))
+        if name in owner and not any(holder is owner and known == name for holder, known in collected):
+            collected.append((owner, name))
             value = owner[name]
             module = value if isinstance(value, types.ModuleType) else sys.modules.get(getattr(value, "__module__", ""))
             file = getattr(module, "__file__", None)
             if isinstance(value, type | types.ModuleType) and file and is_model_code(file):
-                _add_globals(found, vars(value), names)
+                _add_globals(collected, vars(value), names)
 
 
 def frozen_globals(read: Sequence[Global], modules: Sequence[nn.Module]) -> tuple[Frozen, ...] | None:
@@ -227,13 +227,13 @@ class _Freezer:
         held: Any = held_by(value)
         content: Any = None
         if isinstance(value, Mapping) and held is not None:
-            content = tuple((self._of(key), self._of(each)) for key, each in held)
+            content = tuple((self._of(key), self._of(item)) for key, item in held)
         elif isinstance(value, set | frozenset):
             content = frozenset(map(self._of, held))
         elif containers:
             content = tuple(map(self._of, held))
         factory = self._of(getattr(value, "default_factory", None))
-        return (kind, content, factory, tuple((name, self._of(each)) for name, each in attributes.items()))
+        return (kind, content, factory, tuple((name, self._of(attribute)) for name, attribute in attributes.items()))
 
 
 def _is_native(kind: type) -> bool:

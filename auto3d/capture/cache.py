@@ -2,12 +2,11 @@
 
 The file name is the hash of an identity: the caller's description of the model, the versions of Python and of all
 installed packages, and the source of capture, derived, partition, runtime and tensor. It is the same in every process
-that would import the same packages, before and after it has imported the user's code, and in any working folder.
-An entry also lists the loaded source files outside of installed packages, such as a user's model, with the hash of
-each, and begins with the hash of its content. It is out of date where a file has changed, or where an import would now
-find another file under the same name.
-An entry that is out of date or damaged is ignored and made again. A file that the model's code opens itself is not
-noticed.
+that would import the same packages, before and after it has imported the user's code, and in any working folder. An
+entry also lists the loaded source files outside of installed packages, such as a user's model, with the hash of each
+file, and begins with the hash of its content. It is out of date where a file has changed, or where an import would now
+find another file under the same name. An entry that is out of date or damaged is ignored and made again. A file that
+the model's code opens itself is not noticed.
 """
 
 import json

@@ -52,9 +52,9 @@ def explain(error: BaseException) -> str:
 def _cause(error: BaseException) -> tuple[str, str]:
     """(reason, remedy); the remedy is empty where none is known."""
     errors = list(_chain(error))
-    for each in errors:
-        text = _first_line(each)
-        if isinstance(each, GuardOnDataDependentSymNode) or "data-dependent" in text.lower():
+    for raised in errors:
+        text = _first_line(raised)
+        if isinstance(raised, GuardOnDataDependentSymNode) or "data-dependent" in text.lower():
             return _DATA_DEPENDENT
         if "same device" in text and "meta" in text:
             return KEPT_ELSEWHERE
@@ -92,8 +92,8 @@ def failing_function(error: BaseException) -> CodeType | None:
 
 def _deepest(error: BaseException) -> TracebackType | None:
     deepest = None
-    for each in _chain(error):
-        trace = each.__traceback__
+    for raised in _chain(error):
+        trace = raised.__traceback__
         while trace is not None:
             if is_model_code(trace.tb_frame.f_code.co_filename):
                 deepest = trace

@@ -43,7 +43,7 @@ class Like:
         assert isinstance(tensor, FakeTensor)
         made = FakeTensor(tensor.fake_mode, meta, tensor.fake_device)
         if tensor.requires_grad:
-            with tensor.fake_mode:  # a real one would need the device
+            with tensor.fake_mode:  # a real tensor would need the device
                 leaf = torch.zeros((), dtype=tensor.dtype, device=tensor.fake_device, requires_grad=True)
             made.copy_(leaf)  # a tensor that an operation made may be written to in place
         return made

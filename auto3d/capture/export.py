@@ -436,8 +436,8 @@ def _check_types(program: fx.Graph) -> None:
     for node in program.nodes:
         if node.op != "call_function" or node.target not in _ONE_TYPE:
             continue
-        values = [each.meta["val"] for each in node.all_input_nodes]
-        types = dict.fromkeys(str(each.dtype).removeprefix("torch.") for each in values)
+        values = [operand.meta["val"] for operand in node.all_input_nodes]
+        types = dict.fromkeys(str(value.dtype).removeprefix("torch.") for value in values)
         if len(types) > 1:
             raise CaptureError(
                 f"{name_of(node.target)} takes {' and '.join(types)}{node_line(node)}, and torch multiplies numbers of "
@@ -507,10 +507,10 @@ def _find_output(model: nn.Module, exported: torch.export.ExportedProgram, name:
     if isinstance(node, fx.Node) and node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor):
         return node
     outputs = _result(exported)
-    found = f"it has {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else "it has none"
+    listed = f"it has {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else "it has none"
     raise CaptureError(
         f"{type(model).__name__} gives no output {name}: its result must be a dict, a tuple or an object with a tensor "
-        f"of this name, which an operation of the model makes; {found}"
+        f"of this name, which an operation of the model makes; {listed}"
     )
 
 

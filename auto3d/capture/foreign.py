@@ -76,9 +76,9 @@ class LostValueError(InputError):
 class ForeignWeights(TorchDispatchMode):
     """Gives foreign parameters memory while they are in use, and tracks what is computed from lost values.
 
-    A foreign parameter is one whose values this process will not keep, such as a parameter of another stage. ``names``
-    lists, for each parameter that the module registers, in order, its name if it is foreign, else None; without
-    ``names``, all are foreign. The most recently used ones keep their memory, up to a total of two parameters of the
+    This process will not keep the values of a foreign parameter, such as a parameter of another stage. ``names`` lists,
+    for each parameter that the module registers, in order, its name if it is foreign, else None; without ``names``, all
+    are foreign. The most recently used foreign parameters keep their memory, up to a total of two parameters of the
     largest size or ``at_least_bytes``, whichever is more. Of the foreign parameters in ``shards``, the process keeps
     that shard (``take_shard``).
     """

@@ -52,7 +52,7 @@ class Graph:
 
     nodes: tuple[GraphNode, ...]
     inputs: dict[str, Value]
-    parameters: dict[str, Value]  # under the first name of each, so that tied parameters appear once
+    parameters: dict[str, Value]  # under the first name of each parameter: tied parameters appear once
     buffers: dict[str, Value]
     constants: dict[str, Value]  # tensors that forward makes from numbers in the model's code
     trained: frozenset[str]  # names of the parameters that a gradient reaches

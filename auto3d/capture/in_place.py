@@ -45,12 +45,12 @@ _NORMALISATIONS = (_aten.batch_norm.default, _aten.instance_norm.default)
 def remove_in_place(
     program: fx.Graph, mode: FakeTensorMode, *, buffers: Collection[str], inputs: Collection[str]
 ) -> None:
-    """Replace in-place operators by out-of-place ones, also where they write through views.
+    """Replace in-place operators by out-of-place operators, also where they write through views.
 
     Writes to ``buffers`` (batch statistics, moving averages) stay, since a buffer lives on one stage. A reader of such
-    a buffer gets a copy, since the next micro-batch may write to it before this one's backward. ``inputs`` are the
-    model's: only this micro-batch sees a write to one. Raises CaptureError for a write to anything else that outlives
-    the forward, and for a write that cannot be rewritten.
+    a buffer gets a copy, since the next micro-batch may write to it before the backward of this micro-batch. ``inputs``
+    are the model's: only this micro-batch sees a write to an input. Raises CaptureError for a write to anything else
+    that outlives the forward, and for a write that cannot be rewritten.
     """
     for node in list(program.nodes):
         if is_mutable(node) and written_arguments(node) != args_of(node)[:1]:
@@ -73,7 +73,7 @@ class _Rewriter:
     ) -> None:
         self.whole_buffers = whole_buffers  # names of the nodes whose value is a whole buffer
         self._program, self._mode, self._inputs = program, mode, inputs
-        self._anchor: fx.Node  # new nodes are inserted before this one
+        self._anchor: fx.Node  # new nodes are inserted before this node
         self._now: int  # position of the operation that is being removed; new nodes get the same position
         self._position = {node: index for index, node in enumerate(program.nodes)}
         self._views: set[fx.Node] = set()  # nodes that are views of their first argument
@@ -98,20 +98,20 @@ class _Rewriter:
             self._views.add(new[written])
         else:
             chain = self._chain(written)
-            earlier = [each for each in self._showing(chain[-1]) if self._position[each] < position]
+            earlier = [view for view in self._showing(chain[-1]) if self._position[view] < position]
             if writes_buffer:
                 self.whole_buffers.add(node.name)
-                new = {each: node for each in earlier if each.name in self.whole_buffers}
+                new = {view: node for view in earlier if view.name in self.whole_buffers}
             else:
                 new = self._values_after(node, chain)
         if not writes_buffer:
             new[node] = new[written]
-        for each in dict.fromkeys([*new, *earlier]):
-            later = [user for user in each.users if self._position[user] > position]
-            if later and each not in new:
-                self._regenerate(each, new)
+        for value in dict.fromkeys([*new, *earlier]):
+            later = [user for user in value.users if self._position[user] > position]
+            if later and value not in new:
+                self._regenerate(value, new)
             for user in later:
-                user.replace_input_with(each, new[each])
+                user.replace_input_with(value, new[value])
                 if user.target is _aten.view.default:  # the new value may have other strides
                     user.target = _aten.reshape.default
         if not writes_buffer:
@@ -205,11 +205,13 @@ class _Rewriter:
 
     def _regenerate(self, view: fx.Node, new: dict[fx.Node, fx.Node]) -> None:
         """Make ``view``, and the views that it is a view of, again from the values in ``new`` after the write."""
-        pending = [each for each in self._chain(view) if each not in new]
+        pending = [ancestor for ancestor in self._chain(view) if ancestor not in new]
         while pending:
-            each = pending.pop()
-            new[each] = self._emit(target_of(each), new[args_of(each)[0]], *args_of(each)[1:], **kwargs_of(each))
-            self._views.add(new[each])
+            ancestor = pending.pop()
+            new[ancestor] = self._emit(
+                target_of(ancestor), new[args_of(ancestor)[0]], *args_of(ancestor)[1:], **kwargs_of(ancestor)
+            )
+            self._views.add(new[ancestor])
 
     def _emit(self, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
         made = _emit(self._program, self._anchor, self._mode, target, args, kwargs)
@@ -249,13 +251,13 @@ def _copy_to_out(program: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> None
 def _functional(node: fx.Node) -> Any:
     """The operator that returns what ``node`` writes, from the same arguments without ``out``."""
     target = target_of(node)
-    wanted = [str(each.type) for each in target._schema.arguments if not each.is_out]
+    wanted = [str(arg.type) for arg in target._schema.arguments if not arg.is_out]
     name = name_of(target)
     name = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")  # a |= b -> a | b; add_ -> add
-    packets = [getattr(getattr(torch.ops, target.namespace), each, None) for each in (name, f"{name}_functional")]
-    overloads = [getattr(packet, each) for packet in packets if packet is not None for each in packet.overloads()]
+    packets = [getattr(getattr(torch.ops, target.namespace), form, None) for form in (name, f"{name}_functional")]
+    overloads = [getattr(packet, form) for packet in packets if packet is not None for form in packet.overloads()]
     for candidate in sorted(overloads, key=lambda overload: overload._overloadname != target._overloadname):
-        if not candidate._schema.is_mutable and [str(each.type) for each in candidate._schema.arguments] == wanted:
+        if not candidate._schema.is_mutable and [str(arg.type) for arg in candidate._schema.arguments] == wanted:
             return candidate
     raise CaptureError(
         f"{name_of(target)} writes in place and has no out-of-place form{node_line(node)}; use other operators there"

@@ -124,7 +124,7 @@ class _Analysis:
         )
 
     def _walk(self, node: fx.Node) -> None:
-        if any(node in found for found in (self._counted, self._constant, self._other, self._linear)):
+        if any(node in group for group in (self._counted, self._constant, self._other, self._linear)):
             return
         summands = self._summands(node)
         if summands is not None:
@@ -148,11 +148,11 @@ class _Analysis:
         if name in _UNCHANGED:
             return [args[0]]
         if name in ("add", "sub", "rsub"):
-            if any(not isinstance(each, fx.Node) and each != 0 for each in args[:2]):
+            if any(not isinstance(summand, fx.Node) and summand != 0 for summand in args[:2]):
                 return None
-            return [each for each in args[:2] if isinstance(each, fx.Node)]
+            return [summand for summand in args[:2] if isinstance(summand, fx.Node)]
         if name in ("mul", "div") and not kwargs_of(node):
-            samples = [each for each in args[:2] if each in self._from_samples]
+            samples = [factor for factor in args[:2] if factor in self._from_samples]
             if len(samples) == 1 and (name == "mul" or samples[0] is args[0]):
                 return samples
             return None
@@ -180,9 +180,9 @@ class _Analysis:
                 if made.dim() == 2 and are_samples and not _is_of_each(value):
                     return True
                 continue
-            tensors = [each for each in inputs if isinstance(each.meta["val"], torch.Tensor)]
+            tensors = [operand for operand in inputs if isinstance(operand.meta["val"], torch.Tensor)]
             is_joined = _operator(value) == "cat"  # of parts, which are smaller
-            pending += [each for each in tensors if is_joined or each.meta["val"].numel() == made.numel()]
+            pending += [tensor for tensor in tensors if is_joined or tensor.meta["val"].numel() == made.numel()]
         return False
 
     def _is_cross_entropy(self, node: fx.Node) -> bool:
@@ -194,7 +194,7 @@ class _Analysis:
         if _argument(node, "target") not in self._from_samples or _argument(node, "weight") in self._from_samples:
             return False
         unweighted = self._from_samples - self._from_weights
-        return not any(self._mixes(each) for each in _ancestors(node) if each in unweighted)
+        return not any(self._mixes(ancestor) for ancestor in _ancestors(node) if ancestor in unweighted)
 
     def _is_mean_of_all(self, node: fx.Node) -> bool:
         """Whether ``node`` is a mean over a number of places that is always the same."""
@@ -208,7 +208,7 @@ class _Analysis:
         if name != "mean" and _argument(node, "reduction") != _MEAN:
             return False
         # A value that depends on several samples may be a number of targets, by which the model divides by itself.
-        return not any(self._mixes(each) for each in _ancestors(node) if each in self._from_samples)
+        return not any(self._mixes(ancestor) for ancestor in _ancestors(node) if ancestor in self._from_samples)
 
     def _mixes(self, node: fx.Node) -> bool:
         """Whether an element of ``node``, which depends on samples, may depend on several: dimension 0 is samples'.
@@ -221,14 +221,14 @@ class _Analysis:
         if not value.dim():
             return True
         name = _operator(node)
-        several = [each for each in node.all_input_nodes if each in self._from_samples and _rank(each)]
+        several = [operand for operand in node.all_input_nodes if operand in self._from_samples and _rank(operand)]
         if name in _COUNTS:
             return True
         if name in _PRODUCTS:
-            return any(each in self._from_samples and _rank(each) <= 2 for each in args_of(node)[1:])
+            return any(operand in self._from_samples and _rank(operand) <= 2 for operand in args_of(node)[1:])
         target = target_of(node)
         if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
-            return len({_rank(each) for each in several}) > 1  # their samples do not match
+            return len({_rank(operand) for operand in several}) > 1  # their samples do not match
         return bool(several) and name not in _MOVES and _takes_dimension_0(node, _rank(several[0]))
 
     def _target_term(self, node: fx.Node) -> TargetTerm:
@@ -261,9 +261,9 @@ class _Analysis:
         values: dict[fx.Node, Any] = {}
         needed = {node, *_ancestors(node)}
         try:
-            for each in self._exported.program.nodes:
-                if each in needed:
-                    values[each] = self._value(each, values, label)
+            for current in self._exported.program.nodes:
+                if current in needed:
+                    values[current] = self._value(current, values, label)
         except (KeyError, IndexError, RuntimeError, ValueError):
             return None
         value: torch.Tensor = values[node]
@@ -291,7 +291,7 @@ def _is_of_each(product: fx.Node) -> bool:
 
 
 def _operator(node: fx.Node) -> str:
-    """The name of the operator of ATen that ``node`` calls, without its overload; "" if it calls another one."""
+    """The name of the operator of ATen that ``node`` calls, without its overload; "" if it calls another operator."""
     target = target_of(node)
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return ""
@@ -317,7 +317,7 @@ def _rank(node: fx.Node) -> int:
 def _takes_dimension_0(node: fx.Node, rank: int) -> bool:
     """Whether ``node`` adds up, sorts or shifts along dimension 0 of a tensor of this rank, or along all of them."""
     target = target_of(node)
-    names = {each.name for each in target._schema.arguments} if isinstance(target, torch._ops.OpOverload) else set()
+    names = {arg.name for arg in target._schema.arguments} if isinstance(target, torch._ops.OpOverload) else set()
     for name in names & {"dim", "dims"}:
         dims = _argument(node, name)
         if dims is None or dims == []:
@@ -330,8 +330,8 @@ def _ancestors(node: fx.Node) -> Iterator[fx.Node]:
     seen: set[fx.Node] = set()
     pending = list(node.all_input_nodes)
     while pending:
-        each = pending.pop()
-        if each not in seen:
-            seen.add(each)
-            yield each
-            pending.extend(each.all_input_nodes)
+        ancestor = pending.pop()
+        if ancestor not in seen:
+            seen.add(ancestor)
+            yield ancestor
+            pending.extend(ancestor.all_input_nodes)

@@ -27,18 +27,18 @@ def target_of(node: fx.Node) -> Any:
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
     """The nodes among the arguments of ``node`` in order, each as often as it occurs."""
-    found: list[fx.Node] = []
+    operands: list[fx.Node] = []
 
     def add(argument: Any) -> None:
         if isinstance(argument, fx.Node):
-            found.append(argument)
+            operands.append(argument)
         elif isinstance(argument, list | tuple):
-            for each in argument:
-                add(each)
+            for item in argument:
+                add(item)
 
     add(node.args)
     add(tuple(node.kwargs.values()))
-    return found
+    return operands
 
 
 def is_tensor(node: fx.Node) -> bool:

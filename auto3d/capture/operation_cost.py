@@ -66,7 +66,8 @@ def _unknown_cost(args: tuple, kwargs: dict, result: Any) -> OperationCost:
         flops=0,
         backward_flops=0,
         results=tuple(
-            each.requires_grad_(has_gradient and (each.is_floating_point() or each.is_complex())) for each in results
+            tensor.requires_grad_(has_gradient and (tensor.is_floating_point() or tensor.is_complex()))
+            for tensor in results
         ),
         alias_of=(None,) * len(results),
         saved_arguments=tuple(range(len(arguments))) if has_gradient else (),

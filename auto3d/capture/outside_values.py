@@ -29,7 +29,7 @@ _ENTROPY = f"draws random bytes{{line}}: {_FROZEN.format('draw with torch, as in
 _SEED = "reads or sets torch's random seed{line}: the plan seeds every random operation; remove it there"
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 _SEEDS = ("manual_seed", "seed", "initial_seed", "set_rng_state")
-_COUNTED = 4  # last bytes of a draw that tell it from another one, so that names stay different
+_COUNTED = 4  # last bytes of a draw that tell it from another draw, so that names stay different
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Entropy:
             return original(number)
         counted = max(0, min(_COUNTED, number - _COUNTED))
         count = (len(self.refusals) % 256**counted).to_bytes(counted, "big")
-        return bytes(self.made_of ^ each for each in bytes(number - counted) + count)
+        return bytes(self.made_of ^ byte for byte in bytes(number - counted) + count)
 
 
 @contextmanager

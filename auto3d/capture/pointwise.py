@@ -181,13 +181,13 @@ _ARITHMETIC = {aten.add: (1, 1), aten.sub: (1, -1)}  # bounds hold only if nothi
 def _bounds(node: Pointwise, operands: list[Bounds | None]) -> Bounds | None:
     """Bounds of the result of ``node`` for operands within their bounds; None where none are known for numbers."""
     known = [operand for operand in operands if operand is not None]
-    found = _known_bounds(node, known) if len(known) == len(operands) else None
-    if found is not None and any(bound.isnan().any() for bound in found):
-        found = None
-    if found is None and node.dtype is torch.bool:
+    bounds = _known_bounds(node, known) if len(known) == len(operands) else None
+    if bounds is not None and any(bound.isnan().any() for bound in bounds):
+        bounds = None
+    if bounds is None and node.dtype is torch.bool:
         unknown = torch.zeros((1,) * len(node.shape), dtype=torch.bool)
         return unknown, ~unknown
-    return found
+    return bounds
 
 
 def _known_bounds(node: Pointwise, operands: list[Bounds]) -> Bounds | None:
@@ -198,13 +198,13 @@ def _known_bounds(node: Pointwise, operands: list[Bounds]) -> Bounds | None:
     if packet in _LOGICAL and all(low.dtype is torch.bool for low, _ in operands):
         return _monotone(node, _LOGICAL[packet], bounds)
     if packet in _ARITHMETIC and not node.kwargs:
-        found = _monotone(node, _ARITHMETIC[packet], bounds)
+        result = _monotone(node, _ARITHMETIC[packet], bounds)
         exact = _monotone(node, _ARITHMETIC[packet], [_as_double(bound) for bound in bounds])
-        return found if _equal(found, exact) else None
+        return result if _equal(result, exact) else None
     if packet is aten.to:
         (low, high), dtype = bounds
-        found = low.to(dtype), high.to(dtype)
-        return found if _equal(found, (low, high)) else None
+        result = low.to(dtype), high.to(dtype)
+        return result if _equal(result, (low, high)) else None
     if packet in (aten.eq, aten.ne):
         (first_low, first_high), (second_low, second_high) = map(_pair, bounds)
         surely = torch.le(first_high, second_low) & torch.ge(first_low, second_high)
@@ -242,9 +242,9 @@ def _as_type(bound: Any, dtype: torch.dtype) -> Bounds:
     return torch.as_tensor(low, dtype=dtype), torch.as_tensor(high, dtype=dtype)
 
 
-def _equal(found: Bounds, exact: Bounds) -> bool:
+def _equal(computed: Bounds, exact: Bounds) -> bool:
     """Whether two computations agree on finite numbers, in which case nothing between the bounds overflows."""
     return all(
-        bool((one.double() == other.double()).all() and other.isfinite().all())
-        for one, other in zip(found, exact, strict=True)
+        bool((bound.double() == exact_bound.double()).all() and exact_bound.isfinite().all())
+        for bound, exact_bound in zip(computed, exact, strict=True)
     )

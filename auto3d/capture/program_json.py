@@ -132,11 +132,11 @@ class _ProgramWriter:
         if isinstance(value, fx.Node):
             return {"node": self._position[value]}
         if type(value) in _LISTS:
-            return [self._argument(each) for each in value]
+            return [self._argument(item) for item in value]
         if type(value) is tuple:
-            return {"tuple": [self._argument(each) for each in value]}
+            return {"tuple": [self._argument(item) for item in value]}
         if type(value) in _DICTS and all(isinstance(key, str) for key in value):
-            return {"dict": {key: self._argument(each) for key, each in value.items()}}
+            return {"dict": {key: self._argument(item) for key, item in value.items()}}
         if type(value) is torch.device:
             return {"device": str(value)}
         if type(value) is complex:
@@ -151,7 +151,7 @@ class _ProgramWriter:
         if value is None:
             return None
         if isinstance(value, list | tuple):
-            return [self._value(each) for each in value]
+            return [self._value(item) for item in value]
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             raise NotStorableError(f"an operator makes a value of type {type(value).__name__}")
         if value.is_conj() or value.is_neg():
@@ -181,8 +181,8 @@ class _ProgramReader:
     def read(self) -> fx.Graph:
         program = fx.Graph()
         for target, name, args, kwargs, value, modules, trace, *_ in self._rows:
-            arguments = tuple(self._argument(each) for each in args)
-            named = {key: self._argument(each) for key, each in kwargs.items()}
+            arguments = tuple(self._argument(item) for item in args)
+            named = {key: self._argument(item) for key, item in kwargs.items()}
             if target is _OUTPUT:
                 node = program.create_node("output", "output", arguments, named, name)
             elif isinstance(target, str):
@@ -201,7 +201,7 @@ class _ProgramReader:
 
     def _argument(self, value: Any) -> Any:
         if type(value) is list:
-            return [self._argument(each) for each in value]
+            return [self._argument(item) for item in value]
         if type(value) is not dict:
             return value
         ((kind, content),) = value.items()
@@ -209,9 +209,9 @@ class _ProgramReader:
             case "node":
                 return self._nodes[content]
             case "tuple":
-                return tuple(self._argument(each) for each in content)
+                return tuple(self._argument(item) for item in content)
             case "dict":
-                return {key: self._argument(each) for key, each in content.items()}
+                return {key: self._argument(item) for key, item in content.items()}
             case "device":
                 return torch.device(content)
             case "complex":
@@ -221,7 +221,7 @@ class _ProgramReader:
     def _value(self, value: Any) -> Any:
         if value is None:
             return None
-        return tuple(self._value(each) for each in value) if isinstance(value, list) else self._values[value]
+        return tuple(self._value(item) for item in value) if isinstance(value, list) else self._values[value]
 
 
 @cache
@@ -229,10 +229,10 @@ def _operator(name: str) -> torch._ops.OpOverload:
     """The operator that prints as ``name``, such as aten.view.default; raises ValueError if there is none."""
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.rpartition(".")
-    found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
-    if not isinstance(found, torch._ops.OpOverload):
+    resolved = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
+    if not isinstance(resolved, torch._ops.OpOverload):
         raise ValueError(f"torch.ops has no operator {name}")
-    return found
+    return resolved
 
 
 def _tensor(storages: Sequence[torch.UntypedStorage], row: Sequence[Any]) -> torch.Tensor:
@@ -265,7 +265,7 @@ def _name(value: Any) -> str:
 
 
 def _named(kind: str, name: str) -> Any:
-    found = getattr(torch, name, None)
-    if not isinstance(found, _NAMED[kind]):
+    value = getattr(torch, name, None)
+    if not isinstance(value, _NAMED[kind]):
         raise ValueError(f"torch has no {kind} {name}")
-    return found
+    return value

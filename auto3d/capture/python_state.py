@@ -26,7 +26,7 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training", "_forward_hook
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _SCALARS = (bool, int, str, bytes, complex, type(None), type(...))
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, tuple, set, frozenset, deque)
-_LARGEST = 100_000  # most items of a container that are compared; of a longer one, only the length is compared
+_LARGEST = 100_000  # most items that are compared; of a longer container, only the length is compared
 _MOST = 1_000_000  # most values that are compared in total
 
 Frozen = Hashable
@@ -220,7 +220,7 @@ class _Freezing:
         if len(held) > _LARGEST:
             return len(held)
         if isinstance(value, Mapping):
-            return (*((self(key), self(each)) for key, each in held), self._of_object(value))
+            return (*((self(key), self(item)) for key, item in held), self._of_object(value))
         if isinstance(value, Set):
             return frozenset(map(self, held))
         return (*map(self, held), self._of_object(value))
@@ -240,17 +240,17 @@ class _Freezing:
             return None
         slots = {name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()) if hasattr(value, name)}
         attributes = {name: getattr(value, name) for name in sorted(slots)} | getattr(value, "__dict__", {})
-        return tuple((name, self(each)) for name, each in attributes.items() if name not in _OF_EVERY_MODULE)
+        return tuple((name, self(attribute)) for name, attribute in attributes.items() if name not in _OF_EVERY_MODULE)
 
 
 def held_by(value: Any) -> list[Any] | None:
     """The items of a container, or the (key, value) pairs of a mapping; None for any other object.
 
     Python's own types read them. A class of a package may do anything when its objects are read: transformers' lists
-    of models import them all, and fail where one needs another package.
+    of models import them all, and fail where a model needs another package.
     """
     kind = type(value)
-    builtin: Any = next((each for each in kind.__mro__ if each in _CONTAINERS), None)
+    builtin: Any = next((base for base in kind.__mro__ if base in _CONTAINERS), None)
     if builtin in (OrderedDict, dict):
         return list(builtin.items(value))
     if builtin is not None:

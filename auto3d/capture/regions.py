@@ -54,9 +54,9 @@ def _find_lost_users(module: fx.GraphModule) -> None:
 
     Where torch.export inlines code between two regions that has one result, it forgets who uses that result there.
     """
-    for each in module.modules():
-        if isinstance(each, fx.GraphModule):
-            for node in each.graph.nodes:
+    for submodule in module.modules():
+        if isinstance(submodule, fx.GraphModule):
+            for node in submodule.graph.nodes:
                 for used in node.all_input_nodes:
                     used.users.setdefault(node)
 
@@ -183,7 +183,7 @@ class _Inliner:
             node.replace_all_uses_with(results)
             self._program.erase_node(node)
         else:
-            results = tuple(made[each] for each in output)
+            results = tuple(made[output_value] for output_value in output)
             _replace_results(node, results)
         return results
 

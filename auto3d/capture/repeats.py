@@ -1,4 +1,4 @@
-"""Trace a repeated block once: a call that equals an earlier one becomes one operation, expanded after the export.
+"""Trace a repeated block once: a call that equals an earlier call becomes one operation, expanded after the export.
 
 A block is a module that has siblings like it, such as a layer of a transformer, or that is called several times. The
 code around the blocks runs for every block. Of the blocks, only the first of each kind is traced: its operations stand
@@ -149,10 +149,12 @@ class RepeatedBlocks:
         modules = list(module.modules())
         structure = _structure(modules)
         arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        state = [tensor for each in modules for owned in (each._parameters, each._buffers) for tensor in owned.values()]
+        state = [
+            tensor for inner in modules for owned in (inner._parameters, inner._buffers) for tensor in owned.values()
+        ]
         tensors = [*arguments, *(tensor for tensor in state if tensor is not None)]
         values = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        if structure is None or not all(map(_is_simple, tensors)) or not all(type(each) in _PLAIN for each in values):
+        if structure is None or not all(map(_is_simple, tensors)) or not all(type(value) in _PLAIN for value in values):
             return None
         slots = [get_proxy_slot(tensor, tracer, None) for tensor in tensors]
         nodes = [slot.proxy.node for slot in slots if slot is not None]
@@ -233,7 +235,8 @@ class RepeatedBlocks:
                 and _same(given, (args, kwargs))
             )
             unchanged &= all(frozen_globals(read, call.modules) == values for read, values in ran.values())
-            frozen, read = frozen_reads(reads, call.modules), [one for found, _ in ran.values() for one in found]
+            frozen = frozen_reads(reads, call.modules)
+            read = [entry for entries, _ in ran.values() for entry in entries]
             values = frozen_globals(read, call.modules)
             if unchanged and frozen is not None and values is not None:
                 template = self._template(tracer, number, call, frozen, read, (code, values), begin, result)
@@ -338,7 +341,7 @@ def _is_plain(spec: pytree.TreeSpec) -> bool:
 
 
 def _is_simple(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a fake one with fixed sizes whose memory is described by its strides."""
+    """Whether a tensor is a fake tensor with fixed sizes whose memory is described by its strides."""
     return (
         isinstance(tensor, FakeTensor | nn.Parameter)
         and tensor.layout is torch.strided
@@ -386,7 +389,7 @@ def _pattern(keys: Any) -> list[int]:
 def _same(flat: tuple[list, pytree.TreeSpec], tree: Any) -> bool:
     """Whether ``tree`` still has the leaves and the structure of ``flat``."""
     leaves, spec = pytree.tree_flatten(tree)
-    return spec == flat[1] and all(one is other for one, other in zip(flat[0], leaves, strict=True))
+    return spec == flat[1] and all(leaf is other for leaf, other in zip(flat[0], leaves, strict=True))
 
 
 def _structure(modules: Sequence[nn.Module]) -> list[tuple] | None:

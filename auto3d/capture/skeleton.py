@@ -38,7 +38,7 @@ class Skeleton:
 def skeleton(build: Callable[[], nn.Module], *, seed: int = 0) -> Skeleton:
     """The module that ``build`` makes, without memory.
 
-    If its code needs values, such as those of numpy arrays or of weights that it has just initialised, the module is
+    If its code needs values, such as values of numpy arrays or of weights that it has just initialised, the module is
     built for real, with memory for the most recently used 1 GiB of parameters. Raises LostValueError if its code reads
     other parameters back.
     """
@@ -158,7 +158,7 @@ def seed_all(seed: int) -> None:
 class _MetaData(TorchFunctionMode):
     """Lets code on the meta device assign a real tensor to the ``.data`` of a parameter.
 
-    It leaves out the initialisation of a tensor without values if an equal one was accepted before.
+    It leaves out the initialisation of a tensor without values if an equal tensor was accepted before.
     """
 
     def __init__(self) -> None:

@@ -158,8 +158,8 @@ def _errors(iterations: Sequence[MeasuredIteration], parameters: Mapping[str, fl
     """The error of each iteration's prediction under ``parameters``: predicted / measured - 1."""
     models: dict[int, CostModel] = {}
     errors = []
-    for one in iterations:
-        if id(one.model) not in models:
-            models[id(one.model)] = one.model.on(with_parameters(one.model.cluster, parameters))
-        errors.append(models[id(one.model)].seconds(one.plan) / one.seconds - 1)
+    for iteration in iterations:
+        if id(iteration.model) not in models:
+            models[id(iteration.model)] = iteration.model.on(with_parameters(iteration.model.cluster, parameters))
+        errors.append(models[id(iteration.model)].seconds(iteration.plan) / iteration.seconds - 1)
     return errors

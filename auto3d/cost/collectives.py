@@ -40,8 +40,8 @@ class GroupLink:
         """Seconds of a collective on ``size`` bytes, of the whole tensor; zero for none.
 
         It takes its measured time where the group lies in one node that was measured. Else an all-reduce takes the
-        faster of a ring and a tree, as communication libraries choose, and an all-gather or a reduce-scatter half of
-        one on a ring; by a paper's formula, half of its all-reduce.
+        faster of a ring and a tree, as communication libraries choose, and an all-gather or a reduce-scatter half of an
+        all-reduce on a ring; by a paper's formula, half of its all-reduce.
         """
         if self.ranks < 2 or not size or collective is None:
             return 0.0
@@ -116,7 +116,7 @@ class Traffic:
         """
         cluster, link, ranks = self._cluster, self.link(group), len(group)
         homes = Counter(cluster.node_of[device] for device in group)
-        found: list[tuple[float, float]] = []
+        bandwidths: list[tuple[float, float]] = []
         for number, count in homes.items():
             node = cluster.nodes[number]
             if node.bus is None:
@@ -131,8 +131,8 @@ class Traffic:
                 all_reduce_bandwidth(node.bus.interpolate(node.bus.all_reduce, nodes), node.bus.size, ranks, link),
                 all_gather_bandwidth(node.bus.interpolate(node.bus.all_gather, nodes), node.bus.size, ranks, link),
             )
-            found.append((min(most, share * reached[0]), min(most, share * reached[1])))
-        return min(each[0] for each in found), min(each[1] for each in found)
+            bandwidths.append((min(most, share * reached[0]), min(most, share * reached[1])))
+        return min(pair[0] for pair in bandwidths), min(pair[1] for pair in bandwidths)
 
     def _find_link(self, group: Group) -> Link:
         cluster = self._cluster
@@ -159,8 +159,8 @@ class Traffic:
         """The link of ``group``, with the collectives that were measured on it."""
         key = self._homes(group)
         if key not in self._group_links:
-            found = self._find_group_link(group)
-            self._group_links[key] = self._distinct.setdefault(found, found)
+            link = self._find_group_link(group)
+            self._group_links[key] = self._distinct.setdefault(link, link)
         return self._group_links[key]
 
     def _find_group_link(self, group: Group) -> GroupLink:
@@ -232,7 +232,7 @@ TRAFFIC: dict[str, type[Traffic]] = {"amp": AmpTraffic, "chimera": ChimeraTraffi
 def ring_s(ranks: int, size: float, link: Link) -> float:
     """Seconds of an all-reduce on a ring: reduce-scatter, then all-gather.
 
-    Each takes ``ranks`` - 1 messages of ``size`` / ``ranks`` bytes.
+    Both steps take ``ranks`` - 1 messages of ``size`` / ``ranks`` bytes.
     """
     return 2 * (ranks - 1) * link.latency_s + 2 * (ranks - 1) / ranks * size / link.bandwidth
 

@@ -1,4 +1,4 @@
-"""A model that is known only by its layers: the size of each, and the measured time of its passes.
+"""A model that is known only by its layers: the size of each layer, and the measured time of its passes.
 
 Passes that were measured at several micro-batch sizes are interpolated. If only the forward of one sample was
 measured, it includes launches, arithmetic and, under tensor parallelism, all-reduces. A micro-batch of more samples
@@ -36,11 +36,11 @@ class MeasuredPasses:
         """[layers]: seconds of ``samples`` by ``rows``: linear between measured sizes, in proportion above them.
 
         A layer that is measured alone waits for its launches, which in a training overlap with the layer before. So a
-        small micro-batch takes no longer than a larger one.
+        small micro-batch takes no longer than a larger micro-batch.
         """
         least = np.minimum.accumulate(np.array(rows)[::-1])[::-1]
         beyond = max(1.0, samples / self.samples[-1])
-        return beyond * np.array([np.interp(samples, self.samples, each) for each in least.T])
+        return beyond * np.array([np.interp(samples, self.samples, seconds) for seconds in least.T])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,20 +61,20 @@ class Layer:
 def work_of_layers(layers: Sequence[Layer], samples: int, tp: int = 1, *, precision: str) -> Work:
     """The work of a micro-batch on one of ``tp`` devices, one position per layer.
 
-    Tensor parallelism divides the layers with parameters or FLOPs, except for what each says. Launches are zero because
-    the measured times include them.
+    Tensor parallelism divides the layers with parameters or FLOPs, except for ``undivided`` traffic. Launches are zero
+    because the measured times include them.
     """
     size = samples * PRECISION_BYTES[precision]
 
-    def each(name: str) -> np.ndarray:
+    def column(name: str) -> np.ndarray:
         return np.array([getattr(layer, name) for layer in layers], dtype=float)
 
-    fraction = np.where((each("flops") > 0) | (each("parameters") > 0), 1 / tp, 1.0)
-    flops, none = fraction * samples * each("flops"), np.zeros(len(layers))
-    traffic = size * (fraction * (each("traffic") - each("undivided")) + each("undivided"))
-    crossing = np.concatenate([[0.0], size * each("output")])
+    fraction = np.where((column("flops") > 0) | (column("parameters") > 0), 1 / tp, 1.0)
+    flops, none = fraction * samples * column("flops"), np.zeros(len(layers))
+    traffic = size * (fraction * (column("traffic") - column("undivided")) + column("undivided"))
+    crossing = np.concatenate([[0.0], size * column("output")])
     crossing[-1] = 0.0
-    products = np.where(flops > 0, each("products"), 0.0)
+    products = np.where(flops > 0, column("products"), 0.0)
     exchanges = [
         TensorExchange(
             collective=Collective.ALL_REDUCE,
@@ -100,20 +100,20 @@ def work_of_layers(layers: Sequence[Layer], samples: int, tp: int = 1, *, precis
         backward_launches=none,
         alignment=np.full(len(layers), ALIGNED),
         softmaxes=none,
-        parameters=fraction * each("parameters"),
+        parameters=fraction * column("parameters"),
         copied=none,
-        saved=fraction * size * each("saved"),
-        deferred=fraction * size * each("saved"),
+        saved=fraction * size * column("saved"),
+        deferred=fraction * size * column("saved"),
         fixed=none,
         working=none,
-        blocks=np.where(flops > 0, each("reductions") / 2, 0.0),
+        blocks=np.where(flops > 0, column("reductions") / 2, 0.0),
         crossing=crossing,
         repeated=repeated_range(
-            list(np.flatnonzero(each("reductions"))),
-            np.flatnonzero((flops > 0) & (each("reductions") > 0)),
+            list(np.flatnonzero(column("reductions"))),
+            np.flatnonzero((flops > 0) & (column("reductions") > 0)),
             len(layers),
         ),
-        tensors=tensors_of_layers(fraction * size * each("saved"), size * each("output")),
+        tensors=tensors_of_layers(fraction * size * column("saved"), size * column("output")),
         tied=tuple((fraction[0] * layer.tied, (0, position)) for position, layer in enumerate(layers) if layer.tied),
         shards=tp,
         exchanges=tuple(exchanges) if tp > 1 else (),
@@ -170,7 +170,7 @@ def times_of_layers(
     _check_measured(measured, accelerator, tp)
     measured_s = np.array(measured[accelerator.name, 1])
     work = work_of_layers(layers, 1, precision=precision)
-    one, many = (
+    single, many = (
         times_of(work_of_layers(layers, count, tp, precision=precision), accelerator) for count in (1, samples)
     )
     # The device cannot be busy for longer than the measured time. Where the estimate is longer, scale it down.
@@ -178,7 +178,7 @@ def times_of_layers(
     scale = np.minimum(1.0, np.divide(measured_s, busy, out=np.ones_like(busy), where=busy > 0))
     return Times(
         forward=before(scale * np.diff(many.forward)),
-        forward_launch=before(np.maximum(measured[accelerator.name, tp], scale * np.diff(one.forward))),
+        forward_launch=before(np.maximum(measured[accelerator.name, tp], scale * np.diff(single.forward))),
         backward=before(scale * np.diff(many.backward)),
         backward_launch=np.zeros(len(layers) + 1),
         backward_weight=before(scale * np.diff(many.backward_weight)),

@@ -11,7 +11,8 @@ from auto3d.cluster import Cluster, Link
 
 
 class Sent(NamedTuple):
-    """Messages of a forward, as arrays: the rank that sends each, its pipeline device, and those that receive it."""
+    """Messages of a forward, as arrays: the sending rank of each message, its pipeline device, and the receiving
+    ranks."""
 
     source: np.ndarray
     here: np.ndarray

@@ -220,12 +220,12 @@ class CostModel:
                     accelerator=accelerator,
                     group=group,
                     traffic=traffic,
-                    forward=sum(one.forward for one in passes[-1]),
+                    forward=sum(times.forward for times in passes[-1]),
                 )
             )
-        forward = [[one.forward for one in each] for each in passes]
-        backward = [[one.backward for one in each] for each in passes]
-        again = [[one.recompute for one in each] for each in passes]
+        forward = [[times.forward for times in of_stage] for of_stage in passes]
+        backward = [[times.backward for times in of_stage] for of_stage in passes]
+        again = [[times.recompute for times in of_stage] for of_stage in passes]
         for boundary in range(len(plan.stages) - 1) if self._has_handling else ():
             handling = self._messages.handling_s(plan, shape, boundary, pipeline, traffic) / len(shares)
             for number in (boundary, boundary + 1):
@@ -237,8 +237,8 @@ class CostModel:
                 forward[number] = [time + handling for time in forward[number]] if handling else forward[number]
         kinds = [traffic.accelerator((device,), pipeline) for device in range(shape.devices)]
         whole = tuple(map(sum, backward))
-        weight = tuple(sum(one.weight for one in each) for each in passes)
-        exposed = [tuple(map(sum, zip(*(one.exposed for one in each), strict=True))) for each in passes]
+        weight = tuple(sum(times.weight for times in of_stage) for of_stage in passes)
+        exposed = [tuple(map(sum, zip(*(times.exposed for times in of_stage), strict=True))) for of_stage in passes]
         return Costs(
             forward=tuple(map(sum, forward)),
             backward=whole,
@@ -257,9 +257,9 @@ class CostModel:
             shared_machines=self._sharing(plan) if self._has_slowdown else (),
             sync_start=tuple(kind.sync_start_s for kind in kinds),
             sync_slowdown=tuple(kind.sync_slowdown for kind in kinds),
-            exposed_forward=tuple(each[0] for each in exposed if each),
-            exposed_backward=tuple(each[1] for each in exposed if each),
-            exposed_recompute=tuple(each[2] for each in exposed if each),
+            exposed_forward=tuple(seconds[0] for seconds in exposed if seconds),
+            exposed_backward=tuple(seconds[1] for seconds in exposed if seconds),
+            exposed_recompute=tuple(seconds[2] for seconds in exposed if seconds),
             forward_of_slice=tuple(map(tuple, forward)) if shape.slices > 1 else (),
             backward_of_slice=tuple(map(tuple, backward)) if shape.slices > 1 else (),
             recompute_of_slice=tuple(map(tuple, again)) if shape.slices > 1 else (),
@@ -287,12 +287,12 @@ class CostModel:
                 f"tensor_overlap: {SUB_PIPELINED} halves each micro-batch, and a stage runs "
                 f"{samples // stage.replicas} samples of it at once; use a micro_batch_size that makes them even"
             )
-        each, divisor = self._work.slice_of(samples, 2 * stage.replicas if halved else stage.replicas)
-        dropped = self._work.dropped(each, stage, recompute=recompute)
+        count, divisor = self._work.slice_of(samples, 2 * stage.replicas if halved else stage.replicas)
+        dropped = self._work.dropped(count, stage, recompute=recompute)
 
         def seconds(link: GroupLink | None) -> tuple[float, float, float, float]:
-            whole = self._stage_times.seconds(each, accelerator, share, link, stage.operations, halved)
-            again = self._stage_times.seconds(each, accelerator, share, link, dropped, halved)[0] if dropped else 0.0
+            whole = self._stage_times.seconds(count, accelerator, share, link, stage.operations, halved)
+            again = self._stage_times.seconds(count, accelerator, share, link, dropped, halved)[0] if dropped else 0.0
             return *whole, again
 
         forward, backward, weight, again = seconds(link)
@@ -301,8 +301,8 @@ class CostModel:
         exposed: tuple[float, ...] = ()
         if link is not None:
             forward_alone, backward_alone, _, again_alone = seconds(None)
-            each_alone = (forward, forward_alone), (backward, backward_alone), (again, again_alone)
-            exposed = tuple(parts * (total - compute) / divisor for total, compute in each_alone)
+            pairs = (forward, forward_alone), (backward, backward_alone), (again, again_alone)
+            exposed = tuple(parts * (total - compute) / divisor for total, compute in pairs)
         return PassTimes(
             forward=parts * (forward / divisor + accelerator.micro_batch_s),
             backward=parts * (backward / divisor + accumulated),
@@ -314,7 +314,7 @@ class CostModel:
     def pipeline_times(self, plan: Plan, cuts: Sequence[int], *, kept: Kept = (), replicas: int = 1) -> PipelineTimes:
         """The times of a pipeline with the degrees, placement and schedule of ``plan`` at any of ``cuts``.
 
-        The stages of ``plan`` do not matter. Each is taken to keep the fraction ``kept`` of its forward's seconds
+        The stages of ``plan`` do not matter. Each stage is taken to keep the fraction ``kept`` of its forward's seconds
         (default: nothing where the schedule recomputes), and to have ``replicas`` replicas.
         """
         shape, traffic = shape_of(plan), self._traffic_of(plan)
@@ -337,10 +337,10 @@ class CostModel:
             for key in dict.fromkeys(hardware)
         }
         fastest = {
-            fraction: min((seconds[key, fraction] for key in hardware), key=lambda each: float(each.sum()))
+            fraction: min((seconds[key, fraction] for key in hardware), key=lambda by_cut: float(by_cut.sum()))
             for fraction in dict.fromkeys(fractions)
         }
-        times = {fraction: tuple(before(shape.sample_parts * each / divisor)) for fraction, each in fastest.items()}
+        times = {fraction: tuple(before(shape.sample_parts * by_cut / divisor)) for fraction, by_cut in fastest.items()}
         sent, _ = self._messages.crossing(plan, samples, list(cuts))
         links = [
             route.link
@@ -377,11 +377,11 @@ class CostModel:
 
         No stages of the model take less together. The arguments are as in ``_pass_times``.
         """
-        each, divisor = self._work.slice_of(samples, 2 if halved else 1)
-        every = ((0, len(self._work.work_at(each, share))),)
-        forward, backward, _ = self._stage_times.seconds(each, accelerator, share, link, every, halved)
-        dropped = self._work.dropped(each, StagePlan(operations=every), recompute=True)
-        again = self._stage_times.seconds(each, accelerator, share, link, dropped, halved)[0] if dropped else 0.0
+        count, divisor = self._work.slice_of(samples, 2 if halved else 1)
+        every = ((0, len(self._work.work_at(count, share))),)
+        forward, backward, _ = self._stage_times.seconds(count, accelerator, share, link, every, halved)
+        dropped = self._work.dropped(count, StagePlan(operations=every), recompute=True)
+        again = self._stage_times.seconds(count, accelerator, share, link, dropped, halved)[0] if dropped else 0.0
         elements = self._work.tables(samples, share).parameters(every)
         accumulated = accumulation_s(self.training, elements, accelerator)
         return forward / divisor + accelerator.micro_batch_s, backward / divisor + accumulated, again / divisor

@@ -29,9 +29,9 @@ class ModelWork:
         A model can have other operations at the size of the slice, above all at a single sample, and then positions
         mean other operations there. In that case the slice costs an equal fraction of the whole.
         """
-        each = samples // parts
-        same = parts == 1 or len(self.work_at(each)) == len(self.work_at(samples))
-        return (each, 1) if same else (samples, parts)
+        slice_samples = samples // parts
+        same = parts == 1 or len(self.work_at(slice_samples)) == len(self.work_at(samples))
+        return (slice_samples, 1) if same else (samples, parts)
 
     def kept(self, samples: int, stage: StagePlan) -> tuple[tuple[int, int], ...]:
         """Ranges of the operations of ``stage`` that are not recomputed where the stage recomputes."""

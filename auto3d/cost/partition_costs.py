@@ -44,7 +44,7 @@ def partition_costs(
 
 
 def link_inside(cluster: Cluster) -> Link:
-    """The link that RaNNC assumes for all messages: the slowest one inside a node.
+    """The link that RaNNC assumes for all messages: the slowest inside a node.
 
     "We use the intra-node bandwidth, not the inter-node bandwidth", since devices are allocated so that few messages
     leave a node (section III-B, footnote 3). If no node has two devices, every message leaves its node.

@@ -1,4 +1,5 @@
-"""The groups that communicate at the same time under a placement on a cluster, and the kinds of devices of each."""
+"""The groups that communicate at the same time under a placement on a cluster, and the kinds of devices of each
+group."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -39,7 +40,7 @@ class PlacedTraffic:
         self.homes, self._tp = homes, meshes[0].size(TENSOR)
         self._tied: dict[tuple[int, ...], tuple[Traffic, tuple[int, ...]]] = {}
         pipelines = range(meshes[0].size(PIPELINE))
-        self._ranks = {(n, one): mesh.at(pipeline=one) for n, mesh in enumerate(meshes) for one in pipelines}
+        self._ranks = {(n, p): mesh.at(pipeline=p) for n, mesh in enumerate(meshes) for p in pipelines}
         self._slowest = {key: cluster.slowest(ranks) for key, ranks in self._ranks.items()}
         self._cluster = cluster
         self.distinct_pipelines = self._find_distinct(len(pipelines), len(meshes))
@@ -77,10 +78,10 @@ class PlacedTraffic:
         pairs = {pair for here, there in pairwise(self.homes) for pair in zip(here, there, strict=True)}
         return sent_between(
             [
-                (here, there, [*_exchanging(self._ranks[here, one], self._ranks[there, one], self._tp)])
+                (here, there, [*_exchanging(self._ranks[here, pipeline], self._ranks[there, pipeline], self._tp)])
                 for here, there in sorted(pairs)
                 if here != there
-                for one in range(pipelines)
+                for pipeline in range(pipelines)
             ]
         )
 

@@ -71,13 +71,13 @@ class ModelTimes:
     @property
     def seconds(self) -> np.ndarray:
         """[3, subgraphs]: seconds of forward, backward and the backward's weight half, in the order of the model."""
-        rows = [(one.forward_s, one.backward_s, one.backward_weight_s) for one in self.subgraphs]
+        rows = [(times.forward_s, times.backward_s, times.backward_weight_s) for times in self.subgraphs]
         return np.array(rows)[list(self.kinds)].T
 
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateTimes:
-    """Candidate stages of RaNNC at one micro-batch size, each distinct one run whole.
+    """Candidate stages of RaNNC at one micro-batch size, each distinct stage run whole.
 
     The tuples have one entry for each distinct stage: median times in the fastest of several rounds.
     """
@@ -181,10 +181,10 @@ class Profile:
     def from_json(text: str | bytes) -> "Profile":
         """The profile in ``text``; raises ProfileError that names the wrong key."""
         try:
-            found = from_json(text)
+            document = from_json(text)
         except ValueError:
-            found = {}
-        if isinstance(found, dict) and (schema := found.get("schema", SCHEMA)) != SCHEMA:
+            document = {}
+        if isinstance(document, dict) and (schema := document.get("schema", SCHEMA)) != SCHEMA:
             raise ProfileError(
                 f"schema: {schema} is not a version this build reads; it reads {SCHEMA}: measure the machine again"
             )
@@ -248,7 +248,7 @@ class Profile:
         def times(samples: int, accelerator: Accelerator, share: Share) -> Times:
             cuts = cuts_at(samples)
             measured = self._nearest(share)
-            base, wanted = (times_of(work_at(samples, each), accelerator) for each in (measured, share))
+            base, wanted = (times_of(work_at(samples, of_share), accelerator) for of_share in (measured, share))
             return _shared_out(self.seconds(samples, len(cuts) - 1, measured), cuts, base, wanted)
 
         return times
@@ -285,7 +285,7 @@ class Profile:
 
     def _nearest(self, share: Share) -> Share:
         """The measured share from whose times the times of ``share`` follow."""
-        return next(each for each in (share, Share(tp=share.tp), WHOLE) if self._sizes(each))
+        return next(measured for measured in (share, Share(tp=share.tp), WHOLE) if self._sizes(measured))
 
     def _sizes(self, share: Share) -> list[ModelTimes]:
         return [size for size in self.sizes if size.share == share]

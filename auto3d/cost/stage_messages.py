@@ -50,30 +50,30 @@ class StageMessages:
         sizes = [self.input_bytes(plan, shape, stage) for stage in range(shape.stages)]
         if not any(sizes[2:]):
             return ()
-        found = [0.0, 0.0]
+        seconds = [0.0, 0.0]
         for stage, size in enumerate(sizes[2:], 2):
             source, target = shape.device_of[0, 0], shape.device_of[stage, 0]
             if source == target or not size:
-                found.append(0.0)
+                seconds.append(0.0)
                 continue
             routes = traffic.routes(source, target, pipeline)
-            found.append(max(route.link.latency_s for route in routes) + size / _bandwidth(routes))
-        return tuple(found)
+            seconds.append(max(route.link.latency_s for route in routes) + size / _bandwidth(routes))
+        return tuple(seconds)
 
     def input_handling_s(self, plan: Plan, shape: Shape, pipeline: int, traffic: PlacedTraffic) -> tuple[float, ...]:
         """Seconds of compute that the messages of ``inputs_s`` cost their receivers, per stage, and as many stage 0.
 
         Inputs of stage 1 count by their bytes alone: they come with its activations.
         """
-        found = [0.0]
+        seconds = [0.0]
         for stage in range(1, shape.stages):
             size = self.input_bytes(plan, shape, stage)
             source, target = shape.device_of[0, 0], shape.device_of[stage, 0]
             nodes = {self._cluster.node_of[traffic.ranks(device, pipeline)[0]] for device in (source, target)}
-            each, per_byte = self._cluster.nodes[min(nodes)].handling
+            per_message, per_byte = self._cluster.nodes[min(nodes)].handling
             is_handled = size and source != target and len(nodes) == 1
-            found.append(shape.parts * (each * (stage > 1) + size * per_byte) if is_handled else 0.0)
-        return tuple(found)
+            seconds.append(shape.parts * (per_message * (stage > 1) + size * per_byte) if is_handled else 0.0)
+        return tuple(seconds)
 
     def handling_s(self, plan: Plan, shape: Shape, boundary: int, pipeline: int, traffic: PlacedTraffic) -> float:
         """Seconds of compute that one micro-batch's message costs its sender, and as many its receiver."""
@@ -81,9 +81,9 @@ class StageMessages:
         nodes = {self._cluster.node_of[traffic.ranks(device, pipeline)[0]] for device in (source, target)}
         if source == target or len(nodes) > 1:
             return 0.0
-        each, per_byte = self._cluster.nodes[min(nodes)].handling
+        per_message, per_byte = self._cluster.nodes[min(nodes)].handling
         replicas = min(plan.stages[number].replicas for number in (boundary, boundary + 1))
-        return shape.parts * (each + self._crossing_bytes(plan, shape, boundary)[0] / replicas * per_byte)
+        return shape.parts * (per_message + self._crossing_bytes(plan, shape, boundary)[0] / replicas * per_byte)
 
     def _crossing_bytes(self, plan: Plan, shape: Shape, boundary: int) -> tuple[float, float]:
         """Bytes that one part of a micro-batch sends onward from stage ``boundary``, as ``crossing`` has them, and

@@ -108,20 +108,22 @@ class StageTimes:
     ) -> list[Segment]:
         """The compute of ``operations`` between collectives, and the collectives, in the order of the pass."""
         busy = self._times(samples, accelerator, share).table[0 if forward else 2]
-        exchanges = [one for one in self._work.work_at(samples, share).exchanges if one.forward == forward]
+        exchanges = [
+            exchange for exchange in self._work.work_at(samples, share).exchanges if exchange.forward == forward
+        ]
         segments: list[Segment] = []
         for first, last in operations if forward else reversed(operations):
-            inside = [one for one in exchanges if first <= one.position < last]
+            inside = [exchange for exchange in exchanges if first <= exchange.position < last]
             place = first if forward else last
-            for one in inside if forward else reversed(inside):
-                seconds = link.seconds_in_operation(one.collective, one.size) if link is not None else 0.0
-                segments.append((float(abs(busy[one.boundary] - busy[place])), seconds))
-                place = one.boundary
+            for exchange in inside if forward else reversed(inside):
+                seconds = link.seconds_in_operation(exchange.collective, exchange.size) if link is not None else 0.0
+                segments.append((float(abs(busy[exchange.boundary] - busy[place])), seconds))
+                place = exchange.boundary
             segments.append((float(abs(busy[last if forward else first] - busy[place])), 0.0))
         return segments
 
     def _make_collectives(self, samples: int, share: Share, link: GroupLink) -> np.ndarray:
-        """[2, operations + 1]: seconds of the collectives of all operations before each, forward and backward."""
+        """[2, operations + 1]: seconds of the collectives before each operation, forward and backward."""
         work = self._work.work_at(samples, share)
         seconds = np.zeros((2, len(work) + 1))
         for row, exchanges in zip(seconds, work.exchanges_of, strict=True):

@@ -1,4 +1,4 @@
-"""Two halves of a micro-batch that take turns, the collectives of one under the compute of the other.
+"""Two halves of a micro-batch that take turns: the collectives of one half run under the compute of the other half.
 
 Merak's sub-pipelined tensor parallelism (Lai et al. 2023, section 5.3).
 """
@@ -12,7 +12,7 @@ def sub_pipelined_s(segments: Iterable[Segment]) -> float:
     """Seconds in which two halves each go through ``segments``, the times of one half.
 
     The device runs one compute segment at a time, and the group one collective at a time. The halves take turns on
-    both: the first half's segment, the second half's, the first half's next one.
+    both: the first half's segment, the second half's, the first half's next segment.
     """
     compute_free = group_free = 0.0
     ready = [0.0, 0.0]  # when each half can go on

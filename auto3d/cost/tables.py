@@ -96,8 +96,8 @@ class WorkTables:
     def first_parameters(self, operations: Sequence[tuple[int, int]]) -> float:
         """Elements of the trained parameters of the first of ``operations`` that has any: their gradients come last."""
         for first, last in operations:
-            if found := np.flatnonzero(self.work.parameters[first:last]).tolist():
-                return float(self.work.parameters[first + found[0]])
+            if positions := np.flatnonzero(self.work.parameters[first:last]).tolist():
+                return float(self.work.parameters[first + positions[0]])
         return 0.0
 
     def shared(self, stages: Sequence[StagePlan]) -> list[tuple[float, list[int]]]:

@@ -1,4 +1,4 @@
-"""The tensors of a Graph as arrays: when each is made, used and saved, and when its gradient exists.
+"""The tensors of a Graph as arrays: when each tensor is made, used and saved, and when its gradient exists.
 
 A view counts as the tensor whose memory it shows. Autograd passes the gradients of views and of
 sums on without a copy. Values that share a gradient form a class.
@@ -68,7 +68,7 @@ class Tensors:
     slice_gradient: np.ndarray
     """Per operation, for a slice of the sequence: bytes of the gradient of its keys or values, which later slices make
     and which exists until its own backward."""
-    joins: np.ndarray  # per operation: whether it joins keys or values of a slice, which the stage keeps for later ones
+    joins: np.ndarray  # per operation: whether it joins keys or values, which the stage keeps for later slices
     begins: np.ndarray | None = None
     """Position in the whole Graph -> position here, for a share of the model; None where both are the same."""
 
@@ -93,16 +93,16 @@ class Tensors:
     @cached_property
     def last_use(self) -> np.ndarray:
         """Position of the last operation that reads each memory; -1 if none does."""
-        found = np.full(len(self.size), -1)
-        found[self.use_of] = self.use_at
-        return found
+        last = np.full(len(self.size), -1)
+        last[self.use_of] = self.use_at
+        return last
 
     @cached_property
     def last_read(self) -> np.ndarray:
         """Position of the last operation that reads each value; -1 if none does."""
-        found = np.full(len(self.value_size), -1)
-        found[self.read_of] = self.read_at
-        return found
+        last = np.full(len(self.value_size), -1)
+        last[self.read_of] = self.read_at
+        return last
 
     @cached_property
     def with_gradient(self) -> frozenset[int]:
@@ -204,7 +204,9 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
         if splits:
             deferred += [(position, number[owner[name]]) for name in node.reads if name in owner]
             deferred_gradient[position] = scale * sum(value.bytes for value in node.outputs)
-        forward_extra[position], backward_extra[position] = (scale * each for each in _temporaries(graph, node, shapes))
+        forward_extra[position], backward_extra[position] = (
+            scale * nbytes for nbytes in _temporaries(graph, node, shapes)
+        )
         backward_extra[position] += sum(joined.get(name, 0.0) for name in node.reads)  # the backward joins them again
         if node.operator == WITH_EARLIER:
             joins[position] = True
@@ -218,7 +220,7 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
     def gradients(sizes: Mapping[str, int]) -> np.ndarray:
         return np.array([float(sizes.get(name, 0)) for name in parameters])
 
-    found = Tensors(
+    tensors = Tensors(
         operations=tuple(f"{node.module or node.name} ({node.operator})" for node in graph.nodes),
         names=tuple(names),
         size=np.array(size, dtype=float),
@@ -253,7 +255,7 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
         joins=joins,
         extra=np.zeros(count),
     )
-    return replace(found, extra=saved - found.first_saved)
+    return replace(tensors, extra=saved - tensors.first_saved)
 
 
 def tensors_of_layers(saved: np.ndarray, outputs: np.ndarray) -> Tensors:
@@ -341,6 +343,6 @@ def _root(classes: list[int], index: int) -> int:
     return index
 
 
-def _join(classes: list[int], one: int, other: int) -> None:
-    one, other = _root(classes, one), _root(classes, other)
-    classes[max(one, other)] = min(one, other)
+def _join(classes: list[int], first: int, second: int) -> None:
+    first, second = _root(classes, first), _root(classes, second)
+    classes[max(first, second)] = min(first, second)

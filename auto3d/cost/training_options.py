@@ -55,5 +55,5 @@ class TrainingOptions:
     def update_traffic(self) -> float:
         """Bytes that an update reads and writes per parameter."""
         weights = self.master_bytes or 4
-        copies = 4 + PRECISION_BYTES[self.precision] if self.autocast else 0  # each is read from its weight
+        copies = 4 + PRECISION_BYTES[self.precision] if self.autocast else 0  # each copy is read from its weight
         return self.sync_bytes + 2 * weights + 8 * self.moments + (self.master_bytes and 2) + copies

@@ -27,18 +27,18 @@ def update_s(
     ``forward`` has the seconds of the stage's forward of one micro-batch, which hides the gather of some systems.
     """
     elements = work.elements(plan, stage.operations)
-    each, bandwidth = accelerator.update_s, accelerator.memory_bandwidth * accelerator.memory_efficiency
-    if each is None:
-        each = training.update_traffic / bandwidth
+    per_element, bandwidth = accelerator.update_s, accelerator.memory_bandwidth * accelerator.memory_efficiency
+    if per_element is None:
+        per_element = training.update_traffic / bandwidth
         if training.update_flops is not None and elements:
             parameters = parameters_of(work.tables_of(plan), stage.operations)
-            flops = sum(training.update_flops(one.name, one.shape) for one in parameters)
-            each += flops / (accelerator.peak_flops * accelerator.matrix_efficiency) / elements
+            flops = sum(training.update_flops(parameter.name, parameter.shape) for parameter in parameters)
+            per_element += flops / (accelerator.peak_flops * accelerator.matrix_efficiency) / elements
     whole = elements * training.times.whole_update_bytes / bandwidth
     gather = traffic.sync.seconds(plan.gradient_sum.backward, group, elements * training.weight_bytes)
     if training.times.hides_sharded_sums and gather:
         gather = _beside(gather, forward, work.tables_of(plan).first_parameters(stage.operations) / elements)
-    return whole + elements / (len(group) if plan.gradient_sum.splits else 1) * each + gather
+    return whole + elements / (len(group) if plan.gradient_sum.splits else 1) * per_element + gather
 
 
 def _beside(collective: float, compute: float, exposed: float) -> float:

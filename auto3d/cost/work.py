@@ -37,9 +37,9 @@ EAGER_NORM = (36.0, 92.0)
 """Bytes per element that an eager norm moves in the forward and in the backward if it takes 2-byte values to float32.
 
 Forward, by operator: the cast (2 + 4), the square (4 + 4), its mean (4), the product with the statistic (4 + 4), the
-cast back (4 + 2), the weight (2 + 2). Backward: the weight's two products and the sum of one (4 + 6 + 2), the cast (2 +
-4), the products with the statistic and of its gradient, whose sum is small (8 + 12 + 4), the mean (4), the square by
-pow, mul and mul (8 + 8 + 12), the sum of both gradients (12) and the cast back (4 + 2): formulas of PyTorch's
+cast back (4 + 2), the weight (2 + 2). Backward: the weight's two products and the sum of one product (4 + 6 + 2), the
+cast (2 + 4), the products with the statistic and of its gradient, whose sum is small (8 + 12 + 4), the mean (4), the
+square by pow, mul and mul (8 + 8 + 12), the sum of both gradients (12) and the cast back (4 + 2): formulas of PyTorch's
 tools/autograd/derivatives.yaml.
 """
 EAGER_NORM_KERNELS = (8, 14)  # the kernels of these operators, and of two on the statistic each way
@@ -115,11 +115,13 @@ class Work:
     @cached_property
     def exchanges_of(self) -> tuple[dict[tuple[Collective, float], np.ndarray], ...]:
         """For the forward and the backward: (collective, bytes) -> how many such there are at each position."""
-        found: tuple[dict[tuple[Collective, float], list[int]], ...] = ({}, {})
-        for one in self.exchanges:
-            found[0 if one.forward else 1].setdefault((one.collective, one.size), []).append(one.position)
+        positions_of: tuple[dict[tuple[Collective, float], list[int]], ...] = ({}, {})
+        for exchange in self.exchanges:
+            positions_of[0 if exchange.forward else 1].setdefault((exchange.collective, exchange.size), []).append(
+                exchange.position
+            )
         return tuple(
-            {key: np.bincount(positions, minlength=len(self)) for key, positions in each.items()} for each in found
+            {key: np.bincount(positions, minlength=len(self)) for key, positions in way.items()} for way in positions_of
         )
 
 
@@ -226,7 +228,7 @@ def work_scaled(share: Work, whole: Work, other: Work, times: float) -> Work:
     arrays: dict[str, Any] = {
         name: scaled(getattr(share, name), getattr(whole, name), getattr(other, name)) for name in (*grows, "crossing")
     }
-    exchanges = tuple(replace(one, size=times * one.size) for one in share.exchanges)
+    exchanges = tuple(replace(exchange, size=times * exchange.size) for exchange in share.exchanges)
     return replace(share, **arrays, exchanges=exchanges, tensors=share.tensors.scaled(times))
 
 
@@ -239,7 +241,7 @@ def _work(
     system: System | None,
     float8: Container[int],
 ) -> Work:
-    """The work of the nodes of ``graph``, which may be a local one; without its blocks and exchanges.
+    """The work of the nodes of ``graph``, which may be a local graph; without its blocks and exchanges.
 
     ``float8`` has the positions at which a product of a weight takes operands of 8 bits.
     """
@@ -287,7 +289,7 @@ def _work(
         forward, backward = _moved(node, sizes)
         if times.loss_moved is not None and node.operator.startswith(_LOSSES):
             logits = max(prod(shape) for shape in _read_shapes(graph, node))
-            forward, backward = (logits * each / scale for each in times.loss_moved)
+            forward, backward = (logits * factor / scale for factor in times.loss_moved)
         if attention_moved is not None and node.flops and "attention" in node.operator:
             queries, keys = _read_shapes(graph, node)[:2]
             weights = prod(queries[:-1]) * keys[-2]
@@ -322,7 +324,7 @@ def _work(
                     arrays["backward_launches"][position] += FLOAT8_CAST_KERNELS
                     shapes = [graph.parameters[name].shape for name in node.state if name in graph.trained]
                     weights = sum(prod(shape) for shape in shapes if len(shape) > 1)
-                    arrays["fixed"][position] += 2 * weights  # a copy and a transposed one, of a byte each
+                    arrays["fixed"][position] += 2 * weights  # a copy and a transposed copy, a byte per element
         if has_gradient:
             arrays["backward_moved"][position] = scale * backward
         else:
@@ -332,8 +334,8 @@ def _work(
     ):
         for norm in norms_of(graph):
             of_norm = max(value.bytes for position in norm for value in graph.nodes[position].outputs) / ELEMENT_BYTES
-            for way, each, kernels in zip(("", "backward_"), EAGER_NORM, EAGER_NORM_KERNELS, strict=True):
-                for figure, amount in ((f"{way}moved", each * of_norm), (f"{way}launches", kernels)):
+            for way, factor, kernels in zip(("", "backward_"), EAGER_NORM, EAGER_NORM_KERNELS, strict=True):
+                for figure, amount in ((f"{way}moved", factor * of_norm), (f"{way}launches", kernels)):
                     arrays[figure][norm] = 0.0
                     arrays[figure][norm[0]] = amount
     tensors = tensors_of(graph, scale, arrays["saved"])
@@ -394,7 +396,7 @@ def _converted(conversion: Conversion, read: float, made: float) -> tuple[float,
 def exchanges_of(local: LocalGraph, scale: float) -> tuple[TensorExchange, ...]:
     """The collectives of ``local``, in the order of the forward; a Graph's bytes times ``scale`` are sent."""
     sizes = _sizes(local.graph)
-    found: list[TensorExchange] = []
+    exchanges: list[TensorExchange] = []
     computed = -1  # largest position of the whole Graph whose operation has come
     for position, node in zip(local.positions, local.graph.nodes, strict=True):
         conversion = conversion_of(node.operator)
@@ -412,13 +414,13 @@ def exchanges_of(local: LocalGraph, scale: float) -> tuple[TensorExchange, ...]:
                 steps.append((conversion.forward, True, size))
             if conversion.backward is not None and not node.from_inputs and node.outputs[0].differentiable:
                 steps.append((conversion.backward, False, size))
-        found += [
+        exchanges += [
             TensorExchange(
-                collective=collective, position=position, before=computed < position, forward=forward, size=each
+                collective=collective, position=position, before=computed < position, forward=forward, size=nbytes
             )
-            for collective, forward, each in steps
+            for collective, forward, nbytes in steps
         ]
-    return tuple(found)
+    return tuple(exchanges)
 
 
 def _read_shapes(graph: Graph, node: GraphNode) -> list[tuple[int, ...]]:
@@ -516,8 +518,9 @@ def _find_blocks(graph: Graph, bounds: Sequence[int]) -> tuple[np.ndarray, tuple
 def repeated_range(ends: Sequence[int], starts: Sequence[int] | np.ndarray, count: int) -> tuple[int, int]:
     """The range of the repeated blocks among ``count`` positions.
 
-    ``starts`` has the first position of each block, or of each half, and ``ends`` the last position of each, and before
-    them of an embedding: with starts 2, 6 and ends 1, 5, 9, the blocks are the positions 2 to 9, and the range (2, 10).
+    ``starts`` has the first position of each block, or of each half, and ``ends`` the last position of each block, and
+    before them of an embedding: with starts 2, 6 and ends 1, 5, 9, the blocks are the positions 2 to 9, and the range
+    (2, 10).
     """
     if not len(starts) or not ends:
         return 0, count

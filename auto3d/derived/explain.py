@@ -128,7 +128,7 @@ def _users(
 ) -> dict[str, list[tuple[OperationWays, fx.Node]]]:
     """Placeholder of a parameter -> the operations that use it, or a view of it, and the operand that they use."""
     origin: dict[fx.Node, str] = {}
-    found: dict[str, list[tuple[OperationWays, fx.Node]]] = {}
+    users: dict[str, list[tuple[OperationWays, fx.Node]]] = {}
     for operation in operations:
         call = operation.call
         operands = dict.fromkeys(call.operands)
@@ -136,10 +136,10 @@ def _users(
             if node.op == "placeholder" and node.name in names:
                 origin.setdefault(node, node.name)
             if node in origin:
-                found.setdefault(origin[node], []).append((operation, node))
+                users.setdefault(origin[node], []).append((operation, node))
         if len(operands) == 1 and not operation.rule.product and (only := call.operands[0]) in origin:
             origin.update(dict.fromkeys(call.result_nodes, origin[only]))
-    return found
+    return users
 
 
 def _reason(
@@ -151,7 +151,7 @@ def _reason(
     if unruled:
         return f"no rule says how {unruled[0].call.operator} can be split"
     for operation, node in products:
-        places = [place for place, each in enumerate(operation.call.operands) if each is node]
+        places = [place for place, operand in enumerate(operation.call.operands) if operand is node]
         if not any(way.needs[place].kind is PlacementKind.SPLIT for way in operation.ways for place in places):
             sizes = " × ".join(map(str, shape))
             return f"{operation.call.operator} cannot split its {sizes} evenly among {model.share.tp} ranks"

@@ -194,9 +194,9 @@ class _HalvesBuilder:
             return False
         values = (value,) if isinstance(value, torch.Tensor) else value
         return all(
-            tuple(one.shape) == given.local_shape(shape, HALVES)
-            for one, given, shape in zip(values, way.gives, call.results, strict=True)
-            if isinstance(one, torch.Tensor)
+            tuple(tensor.shape) == given.local_shape(shape, HALVES)
+            for tensor, given, shape in zip(values, way.gives, call.results, strict=True)
+            if isinstance(tensor, torch.Tensor)
         )
 
     def _add_dropout(self, call: Call) -> None:
@@ -307,7 +307,7 @@ def _along(call: Call, axis: Axis, splits: list[Split | None]) -> Way | None:
         if dim is None:
             return None
         gives.append(split_along(dim, shape[dim] if dim < len(shape) else HALVES))
-    if not all(each.split is None or _even(each.split) for each in (*needs, *gives)):
+    if not all(placement.split is None or _even(placement.split) for placement in (*needs, *gives)):
         return None
     return Way(tuple(needs), tuple(gives))
 

@@ -114,13 +114,17 @@ class _Builder:
 
         They come right behind it, so that a stage never sends a partial value.
         """
-        maker = {node: each.call.node for each in self.derivation.operations for node in each.call.result_nodes}
-        found: dict[fx.Node, list[Converted]] = {}
+        maker = {
+            node: operation.call.node
+            for operation in self.derivation.operations
+            for node in operation.call.result_nodes
+        }
+        early: dict[fx.Node, list[Converted]] = {}
         for conversions in (*(decision.conversions for decision in self.derivation.decisions), self.derivation.loss):
             for conversion in conversions:
                 if conversion.source.kind is PlacementKind.PARTIAL and conversion.node in maker:
-                    found.setdefault(maker[conversion.node], []).append(conversion)
-        return found
+                    early.setdefault(maker[conversion.node], []).append(conversion)
+        return early
 
     def _add(self, whole: fx.Node, placed: TensorPlacement, local: fx.Node) -> None:
         self.local[whole, placed] = local
@@ -178,9 +182,9 @@ class _Builder:
                 self.operation_of[inner.name] = call.node.name
                 return inner
             if isinstance(argument, list | tuple):
-                return type(argument)(localised(each) for each in argument)
+                return type(argument)(localised(item) for item in argument)
             if isinstance(argument, dict):
-                return {name: localised(each) for name, each in argument.items()}
+                return {name: localised(item) for name, item in argument.items()}
             return argument
 
         args, kwargs = localised(tuple(args)), localised(dict(kwargs))

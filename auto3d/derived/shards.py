@@ -55,7 +55,7 @@ def derived_split(captured: CapturedModel, share: Share, *, pinned: Mapping[str,
     """``tensor_parallel(...).split`` for ``share``, without the program of a rank."""
     with garbage_collection_paused():
         placed = placed_state(captured.exported, _derived(captured, share, pinned))
-    return {name: each.split for name, each in sorted(placed.items()) if each.split is not None}
+    return {name: placement.split for name, placement in sorted(placed.items()) if placement.split is not None}
 
 
 def _derived(captured: CapturedModel, share: Share, pinned: Mapping[str, Split | None]) -> Derivation:
@@ -68,16 +68,16 @@ def _derived(captured: CapturedModel, share: Share, pinned: Mapping[str, Split |
 def _check_fits(captured: CapturedModel, split: Mapping[str, Split | None], shards: int) -> None:
     """Raise PlanError unless each of ``split`` names state of the model and adds up to the size of its dimension."""
     state = captured.graph.parameters | captured.graph.buffers
-    for name, each in split.items():
+    for name, division in split.items():
         if name not in state:
             raise PlanError(f"split: {name} is no parameter or buffer of the model")
-        if each is None:
+        if division is None:
             continue
         shape = state[name].shape
-        if not 0 <= each.dim < len(shape) or sum(each.blocks) != shape[each.dim]:
+        if not 0 <= division.dim < len(shape) or sum(division.blocks) != shape[division.dim]:
             raise PlanError(
-                f"split: {name} has shape {list(shape)}, which blocks {list(each.blocks)} along dimension {each.dim} "
-                "do not make up"
+                f"split: {name} has shape {list(shape)}, which blocks {list(division.blocks)} along dimension "
+                f"{division.dim} do not make up"
             )
-        if len(each.blocks) > 1 and each.padding(shards):
-            raise PlanError(f"split: {name}: blocks {list(each.blocks)} do not divide among tp = {shards} ranks")
+        if len(division.blocks) > 1 and division.padding(shards):
+            raise PlanError(f"split: {name}: blocks {list(division.blocks)} do not divide among tp = {shards} ranks")

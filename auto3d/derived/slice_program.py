@@ -69,8 +69,8 @@ def sequence_inputs(captured: CapturedModel, slices: int) -> dict[str, Split]:
     """
     inputs = captured.graph.inputs
     tokens = {name: value for name, value in inputs.items() if len(value.shape) == 2 and not value.differentiable}
-    found = tokens or {name: value for name, value in inputs.items() if len(value.shape) == 3}
-    lengths = {name: value.shape[1] for name, value in found.items()}
+    sequences = tokens or {name: value for name, value in inputs.items() if len(value.shape) == 3}
+    lengths = {name: value.shape[1] for name, value in sequences.items()}
     if not lengths:
         raise refused("it has no input of tokens, [samples, sequence], or of vectors, [samples, sequence, width]")
     if len(set(lengths.values())) > 1:
@@ -145,9 +145,9 @@ class _SliceBuilder:
             if node.name in self.sequence:
                 self._division[node] = self.sequence[node.name]
                 self._follows_sequence.add(node)
-        for each in self.calls:
-            self._at = each.call.node.name
-            self._add(each)
+        for ruled in self.calls:
+            self._at = ruled.call.node.name
+            self._add(ruled)
         loss = next(node for node in program.nodes if node.name == self.exported.loss)
         if loss in self._own:
             raise refused(f"its loss {loss.name} is no mean over places of the sequence")
@@ -241,9 +241,9 @@ class _SliceBuilder:
         """Add attention of the slice's queries to the keys and values of all slices so far."""
         query, key, value = call.operands[:3]
         causal, mask = bool(call.argument("is_causal", False)), call.argument("attn_mask")
-        places = [self._division.get(each) for each in (query, key, value)]
-        expected = [Split(len(each.meta["val"].shape) - 2, (self._length,)) for each in (query, key, value)]
-        if places != expected or any(each not in self._own for each in (query, key, value)):
+        places = [self._division.get(operand) for operand in (query, key, value)]
+        expected = [Split(len(operand.meta["val"].shape) - 2, (self._length,)) for operand in (query, key, value)]
+        if places != expected or any(operand not in self._own for operand in (query, key, value)):
             raise self._refused(call, "attends to another sequence than its own")
         length = self._length // self.slices
         first, last = self.number * length, (self.number + 1) * length

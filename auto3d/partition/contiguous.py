@@ -23,9 +23,9 @@ Weights = Sequence[Sequence[float]]
 def smallest_maximum(before: Weights, earliest: Sequence[Sequence[int]]) -> float | None:
     """The smallest limit L within which ``len(earliest)`` parts cover the sequence; None if no limit is enough.
 
-    One pass decides whether a limit is enough, since a part that ends as late as possible never hurts the next ones:
+    One pass decides whether a limit is enough, since a part that ends as late as possible never hurts the next parts:
     where it leaves none of them anything within the limit, they can take over what the parts before them hold. If the
-    limit is not enough, the same pass yields the smallest larger one that would make a difference.
+    limit is not enough, the same pass yields the smallest larger limit that would make a difference.
     """
     least = _least(before)
     steps = [0, *accumulate(int(after > here) for here, after in pairwise(before[0]))]
@@ -51,7 +51,7 @@ def smallest_maximum(before: Weights, earliest: Sequence[Sequence[int]]) -> floa
 
 
 def lightest(before: Weights) -> Sequence[float]:
-    """The weight before each place if every step to the next one weighs the least that it does in any part."""
+    """The weight before each place if every step to the next place weighs the least that it does in any part."""
     distinct = list({id(part): part for part in before}.values())
     if len(distinct) == 1:
         return distinct[0]
@@ -68,12 +68,12 @@ def _least(before: Weights) -> float:
 def _never_heavier(before: Weights) -> bool:
     """Whether no step from one place to the next weighs more in a part than in the part before it."""
     return all(
-        one is following
+        part is following
         or all(
-            there - then <= here - now + _ROUNDING * one[-1]
-            for (now, here), (then, there) in zip(pairwise(one), pairwise(following), strict=True)
+            there - then <= here - now + _ROUNDING * part[-1]
+            for (now, here), (then, there) in zip(pairwise(part), pairwise(following), strict=True)
         )
-        for one, following in pairwise(before)
+        for part, following in pairwise(before)
     )
 
 
@@ -161,7 +161,7 @@ def balanced_cuts(
     if earliest is None:
         earliest = [[0] * len(cost)] * len(before)
     if _never_heavier(before) and all(
-        here >= there for one, following in pairwise(earliest) for here, there in zip(one, following, strict=True)
+        here >= there for part, following in pairwise(earliest) for here, there in zip(part, following, strict=True)
     ):
         least = smallest_maximum(before, earliest)
         return None if least is None else cheapest_cuts(before, cost, earliest, least * (1 + _ROUNDING))

@@ -27,11 +27,11 @@ def stages_in_evaluation(stages: Sequence[StagePlan], training: Graph, evaluatio
 
     def possible(node: GraphNode) -> set[int]:
         """The stages that have the state of ``node``, apart from constants."""
-        found = set(range(len(stages)))
+        holding = set(range(len(stages)))
         for name in node.state:
             if name not in evaluation.constants:
-                found &= holders.get(name, set())
-        return found
+                holding &= holders.get(name, set())
+        return holding
 
     limit: dict[str, int] = {}  # value -> last stage that may make it
     latest: list[int] = []
@@ -48,7 +48,7 @@ def stages_in_evaluation(stages: Sequence[StagePlan], training: Graph, evaluatio
         for name in node.reads:
             limit[name] = min(bound, limit.get(name, bound))
     made_on: dict[str, int] = {}
-    found: list[int] = []
+    stage_numbers: list[int] = []
     for node, last in zip(evaluation.nodes, reversed(latest), strict=True):
         # What depends on inputs alone is copied to every stage that uses it, so it binds no user to a stage.
         first = max((made_on[name] for name in node.reads if name in made_on), default=0)
@@ -67,11 +67,11 @@ def stages_in_evaluation(stages: Sequence[StagePlan], training: Graph, evaluatio
                 )
             stage = min(fitting, key=lambda stage: (abs(stage - wanted), stage))
             made_on.update((value.name, stage) for value in node.outputs)
-        found.append(stage)
-    if len(missing := set(range(len(stages))) - set(found)) > 0:
+        stage_numbers.append(stage)
+    if len(missing := set(range(len(stages))) - set(stage_numbers)) > 0:
         raise PlanError(
             f"stages: stage {min(missing)} has only operations that evaluation leaves out, such as dropout; move its "
             "bounds"
         )
-    same = stages_of_operations(found)
+    same = stages_of_operations(stage_numbers)
     return tuple(replace(there, replicas=here.replicas) for here, there in zip(stages, same, strict=True))

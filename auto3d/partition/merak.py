@@ -18,7 +18,8 @@ from auto3d.partition.stage import PartitionError
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """A Graph as a sequence of subgraphs. Each uses one value of the one before it, common nodes, and graph inputs.
+    """A Graph as a sequence of subgraphs. Each uses one value of the subgraph before it, common nodes, and graph
+    inputs.
 
     The subgraphs are in the Graph's order, so stages that are cut at some of ``bounds`` consist of whole subgraphs.
     Operations that depend on graph inputs alone are repeated where their results are used; the results are not sent.
@@ -59,7 +60,7 @@ def sharding_from_json(content: Mapping[str, Any]) -> Sharding:
 
 
 def common_nodes(graph: Graph) -> dict[str, int]:
-    """Values that several layers use, such as an encoder's output -> the number of operations that use each.
+    """Values that several layers use, such as an encoder's output -> the number of operations that use each value.
 
     The paper calls a node common if it has more users than the model has layers. That rule needs the number of layers,
     misses values that only some layers use, and calls every hidden state of a model of two layers common. Here a value
@@ -70,12 +71,12 @@ def common_nodes(graph: Graph) -> dict[str, int]:
         for name in node.reads:
             if name in graph.producer and not graph.nodes[graph.producer[name]].from_inputs:
                 users.setdefault(name, []).append(position)
-    found = {}
+    counts = {}
     for name, positions in users.items():
         members = {member for position in positions for member in _memberships(graph.nodes[position].module)}
         if len(members) > len({modules for modules, _ in members}):
-            found[name] = len(positions)
-    return found
+            counts[name] = len(positions)
+    return counts
 
 
 def sharding_bounds(graph: Graph, common: dict[str, int], parameters: Sequence[int], *, threshold: float) -> list[int]:
@@ -124,25 +125,25 @@ def _search_dependency(
     """
     node = graph.nodes[position]
     current = len(closed)
-    found = current
+    subgraph = current
     for name in node.reads:
         maker = graph.producer.get(name)
         if name in common or maker is None or graph.nodes[maker].from_inputs:
             continue
         inside = bisect_left(closed, maker)  # the subgraph that holds it
         is_output = inside < current and closed[inside] == maker
-        found = min(found, inside + 1 if is_output else inside)
+        subgraph = min(subgraph, inside + 1 if is_output else inside)
     for buffer in node.state:
         if buffer in buffer_user:
-            found = min(found, bisect_left(closed, buffer_user[buffer]))
+            subgraph = min(subgraph, bisect_left(closed, buffer_user[buffer]))
     if closed and visited == closed[-1]:
         # The node begins a subgraph. If it does not use the output of the last subgraph, it begins a separate branch,
         # as GPT-2's position embedding does after the word embedding; the two are not a sequence. In the paper the
         # position numbers, which an earlier node makes, tie it to that subgraph.
         output = {value.name for value in graph.nodes[visited].outputs}
         if output.isdisjoint(node.reads):
-            found = min(found, current - 1)
-    return found
+            subgraph = min(subgraph, current - 1)
+    return subgraph
 
 
 def _joined(weights: Sequence[int], count: int) -> list[int]:
@@ -157,8 +158,8 @@ def _joined(weights: Sequence[int], count: int) -> list[int]:
 
     def groups(threshold: int, low: int) -> list[int]:
         bounds, weight = [0], 0
-        for index, each in enumerate(weights):
-            weight += each
+        for index, added in enumerate(weights):
+            weight += added
             if weight > (threshold if len(bounds) <= low else threshold + 1):
                 bounds.append(index + 1)
                 weight = 0
@@ -186,12 +187,12 @@ def _memberships(path: str) -> tuple[tuple[str, str], ...]:
 def _first_users(graph: Graph, bounds: Sequence[int]) -> dict[str, int]:
     """Graph input -> the first subgraph that needs it, directly or through operations that are repeated."""
     needs: dict[str, frozenset[str]] = {name: frozenset({name}) for name in graph.inputs}
-    found: dict[str, int] = {}
+    first_user: dict[str, int] = {}
     for position, node in enumerate(graph.nodes):
         inputs = frozenset().union(*(needs.get(name, ()) for name in node.reads))
         if node.from_inputs:
             needs |= dict.fromkeys((value.name for value in node.outputs), inputs)
             continue
         for name in inputs:
-            found.setdefault(name, bisect_right(bounds, position) - 1)
-    return {name: found[name] for name in graph.inputs if name in found}
+            first_user.setdefault(name, bisect_right(bounds, position) - 1)
+    return {name: first_user[name] for name in graph.inputs if name in first_user}

@@ -2,7 +2,7 @@
 
 Merak, section 6.2 of the version of 2022, 5.2 of TPDS 2023. A stage keeps the activations of its end. The backward of
 the end comes first: it can begin as soon as the gradient arrives, and it has freed its activations by the time the
-stage recomputes the dropped ones, unless the schedule recomputes them early (operation R).
+stage recomputes the dropped activations, unless the schedule recomputes them early (operation R).
 """
 
 from bisect import bisect_right
@@ -32,14 +32,14 @@ def kept_fractions(in_flight: Sequence[int], first: float) -> list[float]:
 
 def first_fractions(in_flight: Sequence[int], subgraphs: Sequence[int]) -> list[float]:
     """All α₁, ascending, at which some stage keeps one more subgraph; ``subgraphs`` has the number in each stage."""
-    found = {0.0, 1.0}
+    fractions = {0.0, 1.0}
     for stage, (n, count) in enumerate(zip(in_flight, subgraphs, strict=True)):
         for kept in range(1, count + 1):
             if stage == 0:
-                found.add(kept / count)
+                fractions.add(kept / count)
             elif n > 1 and in_flight[0] > 1:
-                found.add(kept / count * (n - 1) / (in_flight[0] - 1))
-    return sorted(fraction for fraction in found if fraction <= 1)
+                fractions.add(kept / count * (n - 1) / (in_flight[0] - 1))
+    return sorted(fraction for fraction in fractions if fraction <= 1)
 
 
 def subgraph_starts(graph: Graph, stage: StagePlan, bounds: Sequence[int]) -> list[int]:

@@ -20,18 +20,18 @@ def fastest_stages(
     a limit allows comes near, and mostly finds the best; then all places where stages may end are tried.
     """
     highest = max(times[-1] - times[0] for of_stages in before.values() for times in of_stages)
-    found = _fill(before, stages, devices, highest)
+    best = _fill(before, stages, devices, highest)
     low = 0.0
-    for _ in range(_BISECTIONS if found else 0):
+    for _ in range(_BISECTIONS if best else 0):
         limit = (low + highest) / 2
         better = _fill(before, stages, devices, limit)
         if better is None:
             low = limit
         else:
-            found, highest = better, limit
-    while better := _within(before, stages, devices, _less(before, *found) if found else highest):
-        found = better
-    return found
+            best, highest = better, limit
+    while better := _within(before, stages, devices, _less(before, *best) if best else highest):
+        best = better
+    return best
 
 
 def _less(before: Mapping[int, Sequence[Sequence[float]]], bounds: Sequence[int], counts: Sequence[int]) -> float:
@@ -73,7 +73,7 @@ def _within(
 
 
 def _latest_ends(times: Sequence[float], limit: float) -> list[int]:
-    """For each place, the last one at which a stage that begins there may end; the place itself if there is none."""
+    """For each place, the last place at which a stage that begins there may end; the place itself if there is none."""
     ends, last = [], 0
     for first in range(len(times)):
         last = max(first, last)
@@ -85,11 +85,11 @@ def _latest_ends(times: Sequence[float], limit: float) -> list[int]:
 
 def _ends(places: int, latest: Sequence[int]) -> int:
     """The places, one bit each, where a stage may end that begins at one of ``places``."""
-    found = 0
+    ends = 0
     for first, last in enumerate(latest):
         if places >> first & 1:
-            found |= (1 << last + 1) - (1 << first + 1)
-    return found
+            ends |= (1 << last + 1) - (1 << first + 1)
+    return ends
 
 
 def _fill(

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 from auto3d.capture.graph import Graph, GraphNode, Value
@@ -18,14 +19,14 @@ _REORDERING = ("aten.index", "aten.sort", "aten.argsort", "aten.topk", "aten.fli
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The samples lie along ``dimension``, with ``each`` of its elements for one sample.
+    """The samples lie along ``dimension``, with ``per_sample`` of its elements for one sample.
 
     ``outer`` counts how often the dimension runs through all samples: once in [batch * sequence], but as often as the
     sequence is long in [sequence * batch], where a slice of the dimension is not a slice of the samples.
     """
 
     dimension: int
-    each: int
+    per_sample: int
     outer: int
 
 
@@ -48,13 +49,13 @@ def sample_dimensions(graph: Graph, smaller: Graph, halved: Collection[str] = ()
                 continue
             parts = 2 if value.name in halved else 1
             sizes = graph.micro_batch_size // parts, smaller.micro_batch_size // parts
-            found = _growing(value, small_values[value.name], *sizes)
-            if found is None:
+            growing = _growing(value, small_values[value.name], *sizes)
+            if growing is None:
                 continue
-            dimension, each = found
-            outer = _outer(node, value, dimension, each, layouts, shapes)
+            dimension, per_sample = growing
+            outer = _outer(node, value, dimension, per_sample, layouts, shapes)
             if outer is not None:
-                layouts[value.name] = _Layout(dimension, each, outer)
+                layouts[value.name] = _Layout(dimension, per_sample, outer)
     return {name: layout.dimension for name, layout in layouts.items() if layout.outer == 1}
 
 
@@ -67,32 +68,34 @@ def dimensions_between_replicas(
     have the same copy, is left out. Raises PlanError for a value that is neither.
     """
     dimensions, from_samples = sample_dimensions(graph, smaller, halved), made_from_samples(graph)
-    found: dict[str, int] = {}
-    for one in (one for stage in stages for one in stage.received if replicas[one.source] != replicas[one.target]):
-        name = one.value.name
-        same_copy = name not in from_samples and one.value.shape == smaller.value(name).shape
+    crossing: dict[str, int] = {}
+    for transfer in chain.from_iterable(stage.received for stage in stages):
+        name, here, there = transfer.value.name, replicas[transfer.source], replicas[transfer.target]
+        if here == there:
+            continue
+        same_copy = name not in from_samples and transfer.value.shape == smaller.value(name).shape
         if name not in dimensions and not same_copy:
             raise PlanError(
-                f"stages: {one.source} has {counted(replicas[one.source], 'replica')} and sends {name}, of shape "
-                f"{list(one.value.shape)}, to stage {one.target} with {counted(replicas[one.target], 'replica')}; it "
+                f"stages: {transfer.source} has {counted(here, 'replica')} and sends {name}, of shape "
+                f"{list(transfer.value.shape)}, to stage {transfer.target} with {counted(there, 'replica')}; it "
                 "cannot be split by samples, so both must have equally many"
             )
         if name in dimensions:
-            found[name] = dimensions[name]
-    return found
+            crossing[name] = dimensions[name]
+    return crossing
 
 
 def made_from_samples(graph: Graph) -> frozenset[str]:
     """Names of the values that depend on the model's inputs, or on a buffer that the model updates from its inputs."""
-    found = set(graph.inputs)
+    names = set(graph.inputs)
     for node in graph.nodes:
-        if not found.isdisjoint(node.reads) or not graph.written_buffers.isdisjoint(node.state):
-            found.update((node.name, *(value.name for value in node.outputs)))
-    return frozenset(found)
+        if not names.isdisjoint(node.reads) or not graph.written_buffers.isdisjoint(node.state):
+            names.update((node.name, *(value.name for value in node.outputs)))
+    return frozenset(names)
 
 
 def _growing(value: Value, small: Value, size: int, small_size: int) -> tuple[int, int] | None:
-    """(dimension, elements per sample) of the dimension that grows with the micro-batch size, if just one does."""
+    """(dimension, elements per sample) of the dimension that alone grows with the micro-batch size; else None."""
     if len(value.shape) != len(small.shape):
         return None
     pairs = enumerate(zip(value.shape, small.shape, strict=True))
@@ -100,15 +103,15 @@ def _growing(value: Value, small: Value, size: int, small_size: int) -> tuple[in
     if len(different) != 1:
         return None
     dimension, here, there = different[0]
-    each = here // size
-    return (dimension, each) if (here, there) == (each * size, each * small_size) else None
+    per_sample = here // size
+    return (dimension, per_sample) if (here, there) == (per_sample * size, per_sample * small_size) else None
 
 
 def _outer(
     node: GraphNode,
     value: Value,
     dimension: int,
-    each: int,
+    per_sample: int,
     layouts: dict[str, _Layout],
     shapes: dict[str, tuple[int, ...]],
 ) -> int | None:
@@ -120,10 +123,10 @@ def _outer(
         layout, shape = read[0]
         before, now_before = layout.outer * prod(shape[: layout.dimension]), prod(value.shape[:dimension])
         outer, rest = divmod(before, now_before)
-        return outer if rest == 0 and outer > 0 and each % outer == 0 else None
-    if each == 1:
+        return outer if rest == 0 and outer > 0 and per_sample % outer == 0 else None
+    if per_sample == 1:
         return 1
     if node.operator.startswith(_REORDERING):
         return None
-    outers = {layout.outer for layout, _ in read if layout.each == each}
+    outers = {layout.outer for layout, _ in read if layout.per_sample == per_sample}
     return outers.pop() if len(outers) == 1 else None

@@ -1,6 +1,7 @@
 """A stage as segments: runs of operations that keep their activations, alternating with runs that are recomputed.
 
-A segment takes values from earlier segments and gives values to later ones, so each can be recomputed by itself.
+A segment takes values from earlier segments and gives values to later segments, so each segment can be recomputed by
+itself.
 """
 
 from collections.abc import Sequence
@@ -47,14 +48,14 @@ def segments(graph: Graph, stage: Stage, kept: Sequence[tuple[int, int]]) -> tup
                 "writes to, and not others; kept must hold all of them or none"
             )
 
-    found: list[Segment] = []
+    reversed_segments: list[Segment] = []
     used = {graph.loss, *graph.outputs.values()}  # values that anything later uses
     used |= {transfer.value.name for transfer in stage.sent}
     for number, (is_kept, _) in reversed(list(enumerate(runs))):
         nodes = [graph.nodes[position] for position in positions if run_of[position] == number]
         made = dict.fromkeys(value.name for node in nodes for value in node.outputs)
         takes = dict.fromkeys(name for node in nodes for name in node.reads if name not in made)
-        found.append(
+        reversed_segments.append(
             Segment(
                 kept=is_kept,
                 nodes=tuple(node.name for node in nodes),
@@ -64,4 +65,4 @@ def segments(graph: Graph, stage: Stage, kept: Sequence[tuple[int, int]]) -> tup
             )
         )
         used |= takes.keys()
-    return tuple(reversed(found))
+    return tuple(reversed(reversed_segments))

@@ -49,7 +49,7 @@ def possible_cuts(graph: Graph) -> list[int]:
     for position, node in enumerate(graph.nodes):
         for name in graph.written_buffers & set(node.state):
             users.setdefault(name, []).append(position)
-    inside = {position for each in users.values() for position in range(each[0] + 1, each[-1] + 1)}
+    inside = {position for positions in users.values() for position in range(positions[0] + 1, positions[-1] + 1)}
     return [position for position in range(len(graph.nodes) + 1) if position not in inside]
 
 
@@ -91,17 +91,17 @@ def same_stages(stages: Sequence[StagePlan], graph: Graph, other: Graph) -> tupl
         for span in stage.operations
         for position in range(*span)
     }
-    found: list[int] = []
+    numbers: list[int] = []
     first_user: dict[str, int] = {}
     for node in reversed(other.nodes):
         if node.from_inputs:
             stage = min((first_user.get(value.name, len(stages) - 1) for value in node.outputs), default=0)
         else:
             stage = stage_of[node.name]
-        found.append(stage)
+        numbers.append(stage)
         for name in node.reads:
             first_user[name] = min(stage, first_user.get(name, stage))
-    same = stages_of_operations(found[::-1])
+    same = stages_of_operations(numbers[::-1])
     kept = {graph.nodes[position].name for stage in stages for span in stage.kept for position in range(*span)}
     return tuple(
         replace(there, replicas=here.replicas, kept=_spans_of(other, there.operations, kept))
@@ -111,13 +111,13 @@ def same_stages(stages: Sequence[StagePlan], graph: Graph, other: Graph) -> tupl
 
 def _spans_of(graph: Graph, spans: Sequence[tuple[int, int]], names: set[str]) -> tuple[tuple[int, int], ...]:
     """Ranges of positions inside ``spans`` whose operations are named in ``names``."""
-    found = []
+    ranges = []
     for span in spans:
         for inside, run in groupby(range(*span), key=lambda position: graph.nodes[position].name in names):
             positions = list(run)
             if inside:
-                found.append((positions[0], positions[-1] + 1))
-    return tuple(found)
+                ranges.append((positions[0], positions[-1] + 1))
+    return tuple(ranges)
 
 
 def input_users(graph: Graph) -> dict[str, frozenset[int]]:
@@ -125,15 +125,15 @@ def input_users(graph: Graph) -> dict[str, frozenset[int]]:
 
     They read it, or what depends on inputs alone and is made of it: each stage makes that again.
     """
-    found: dict[str, set[int]] = {name: set() for name in graph.inputs}
+    users: dict[str, set[int]] = {name: set() for name in graph.inputs}
     made_of: dict[str, set[str]] = {name: {name} for name in graph.inputs}  # input, or value made of inputs alone
     for position, node in enumerate(graph.nodes):
         inputs = set[str]().union(*(made_of.get(name, ()) for name in node.reads))
         for name in inputs:
-            found[name].add(position)
+            users[name].add(position)
         if node.from_inputs:
             made_of.update((value.name, inputs) for value in node.outputs)
-    return {name: frozenset(positions) for name, positions in found.items()}
+    return {name: frozenset(positions) for name, positions in users.items()}
 
 
 def cut(graph: Graph, stages: Sequence[StagePlan], *, read_once: bool = False) -> tuple[Stage, ...]:

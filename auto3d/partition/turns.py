@@ -2,8 +2,8 @@
 
 After Merak (Lai et al. 2022, section 6.3; TPDS 2023, section 5.3): a collective begins as soon as the value that it
 exchanges is complete, and then it is the turn of the other half. In the forward the turns change at collectives of
-values, in the backward at those of gradients. So the operations are divided at both, and each direction has an order
-of its own.
+values, in the backward at collectives of gradients. So the operations are divided at both, and each direction has an
+order of its own.
 """
 
 from collections import Counter, deque
@@ -55,7 +55,7 @@ class Turns:
 def turns(captured: CapturedModel, divided: Sequence[Segment], half_of: Mapping[str, int]) -> tuple[Turns, ...]:
     """The turns of each of the segments ``divided`` of a stage.
 
-    ``captured`` is a program with two halves; ``half_of`` has the half of each of its operations that runs on one.
+    ``captured`` is a program with two halves; ``half_of`` has the half of an operation that runs on one half only.
     """
     with_gradient = values_with_gradient(captured.exported.program)
     return tuple(_Division(captured.graph, segment, half_of, with_gradient).turns() for segment in divided)
@@ -84,8 +84,8 @@ class _Division:
         self._with_gradient = with_gradient
         self._nodes = [node for node in graph.nodes if node.name in names]
         self._maker = {value.name: node for node in self._nodes for value in node.outputs}
-        found = ((node.name, self._handover(node)) for node in self._nodes)
-        self._handovers = {name: handover for name, handover in found if handover is not None}
+        handovers = ((node.name, self._handover(node)) for node in self._nodes)
+        self._handovers = {name: handover for name, handover in handovers if handover is not None}
         self._place: dict[str, _Place] = {}
 
     def turns(self) -> Turns:
@@ -175,8 +175,8 @@ class _Division:
                 elif maker not in together:
                     together.append(maker)
                     pending.append(maker)
-        for each in together:
-            self._place[each.name] = (half, level)
+        for operation in together:
+            self._place[operation.name] = (half, level)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Asynchronous schedules: when they flush, and what a model and its training must satisfy for one."""
+"""Asynchronous schedules: when they flush, and what a model and its training must satisfy for them."""
 
 from collections.abc import Collection, Mapping, Sequence
 

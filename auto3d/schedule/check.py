@@ -21,14 +21,14 @@ def check(schedule: Schedule) -> None:
     - Every micro-batch passes every stage forward and backward exactly once, on one pipe. Its backward is one B, or I
       and then W. R comes at most once, between F and B, and only on stages that recompute. If the schedule is
       forward-only, every micro-batch passes every stage once, and there is nothing else.
-    - If micro-batches have slices, each operation runs one of them. On every stage and pipe, the forwards of a
+    - If micro-batches have slices, each operation runs one slice. On every stage and pipe, the forwards of a
       micro-batch run from its first slice to its last, and the backwards from its last slice to its first: a slice uses
       the keys and values of the slices before it, whose gradients it makes.
     - Every stage and pipe is synced after the backwards that the sync sums, and updated after the sync. In a
       synchronous schedule that happens once, at the end, and no update comes before the last sync of its device. In a
       schedule with weight versions it may happen many times, and the n-th update of every stage sums the same
       micro-batches.
-    - A weight version exists before a forward uses it, and no older version is used after a newer one.
+    - A weight version exists before a forward uses it, and no older version is used after a newer version.
     - All devices reach their last operation, even if every send is a rendezvous; see ``check_rendezvous``.
     """
     _check_devices(schedule)
@@ -209,7 +209,7 @@ def _check_updates(schedule: Schedule) -> None:
 
 
 def _check_versions(schedule: Schedule) -> None:
-    """Check that each version exists when a forward uses it and that no newer one was used before."""
+    """Check that each version exists when a forward uses it and that no newer version was used before."""
     for (stage, pipe), device in schedule.device_of.items():
         updates = newest_used = 0
         for operation in schedule.operations[device]:
@@ -251,9 +251,10 @@ def check_rendezvous(schedule: Schedule) -> None:
     operations, but begins none that sends to the same device. A channel keeps the order of its messages.
 
     So a device holds the messages of one operation to each of its peers, and ``held_ahead`` messages of each channel.
-    Most schedules of the papers need one. If a device completed all its sends before its next operation, or posted one
-    receive at a time, two neighbours of interleaved 1F1B, of ZB-V or of Chimera's doubling would each wait for the
-    other to receive. Gradient syncs run in the background and an update waits only for them, so neither can block.
+    Most schedules of the papers need one message. If a device completed all its sends before its next operation, or
+    posted one receive at a time, two neighbours of interleaved 1F1B, of ZB-V or of Chimera's doubling would each wait
+    for the other to receive. Gradient syncs run in the background and an update waits only for them, so neither can
+    block.
     """
     operations = numbered(schedule)
     needs = dependencies(schedule)

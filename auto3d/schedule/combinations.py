@@ -39,14 +39,14 @@ EXCLUDED: tuple[tuple[Feature, Feature, str], ...] = (
 
 def divisions(share: Share, *, overlap: str) -> set[Feature]:
     """The features of a plan whose ranks have ``share`` of the work."""
-    found = {
+    used = {
         SLICES: share.slices > 1,
         SHARDS_OF_SLICES: share.slices > 1 and share.tp > 1,
         TENSOR_PARALLELISM: share.tp > 1,
         SEQUENCE_PARALLELISM: share.sequence_parallel,
         SUB_PIPELINING: share.tp > 1 and overlap != NO_OVERLAP,
     }
-    return {feature for feature, is_there in found.items() if is_there}
+    return {feature for feature, is_there in used.items() if is_there}
 
 
 def divisions_of(plan: Plan) -> set[Feature]:
@@ -56,8 +56,9 @@ def divisions_of(plan: Plan) -> set[Feature]:
 
 def check_together(features: Collection[Feature]) -> None:
     """Raise PlanError if two of ``features`` do not go together."""
-    for one, other, reason in EXCLUDED:
-        if one in features and other in features:
+    for feature, other, reason in EXCLUDED:
+        if feature in features and other in features:
             raise PlanError(
-                f"{one.name} and {other.name} do not go together: {reason}; use {one.without}, or {other.without}"
+                f"{feature.name} and {other.name} do not go together: {reason}; "
+                f"use {feature.without}, or {other.without}"
             )

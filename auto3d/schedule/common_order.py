@@ -61,12 +61,12 @@ def communications_before(
             place = max(of_updates[last] for of_updates in updates.values())
             ready.append((place, LossSum(iteration), range(schedule.devices)))
     before: list[list[list[Communication]]] = [[[] for _ in steps] for steps in sends]
-    for place, communication, devices in sorted(ready, key=lambda one: one[0]):
+    for place, communication, devices in sorted(ready, key=lambda entry: entry[0]):
         for device in devices:
             step = bisect(places[device], place)
             if step < len(before[device]):  # otherwise it is a sum of losses after the last step
                 before[device][step].append(communication)
-    return [[tuple(each) for each in steps] for steps in before]
+    return [[tuple(communications) for communications in steps] for steps in before]
 
 
 def _places_of(kind: Kind, schedule: Schedule, places: Places) -> dict[PipeStage, list[int]]:

@@ -25,8 +25,8 @@ def dependencies(schedule: Schedule) -> list[tuple[int, ...]]:
 
     A forward uses the forward of the stage before, a backward (or its input half) its own forward and the gradient of
     the stage after, a recomputation its forward, a weight half its input half. A result that no operation makes is left
-    out, and one that two operations make is taken from the later one; the checker reports both errors. Syncs and
-    updates have no entries: they depend only on the order of their device.
+    out, and a result that two operations make is taken from the later operation; the checker reports both errors. Syncs
+    and updates have no entries: they depend only on the order of their device.
     """
     f, r, b, i, w = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
     operations = numbered(schedule)

@@ -49,7 +49,7 @@ class Family:
     def automatic(self) -> bool:
         """Whether a search tries it without being asked to, under ``auto`` and as a start for a search for orders.
 
-        Asynchronous schedules learn something different, explicit ones take a search of their own, and sliced ones
-        need a causal model.
+        Asynchronous schedules learn something different, explicit schedules take a search of their own, and sliced
+        schedules need a causal model.
         """
         return not (self.asynchronous or self.explicit or self.sliced)

@@ -10,7 +10,7 @@ def check_group(family: str, devices: int, micro_batches: int, group: int) -> in
     """The micro-batches that a device runs on one chunk before the next: ``group``, or D if that is 0; at most N.
 
     Raises InputError unless D <= ``group`` <= N, as Megatron-LM's ``microbatch_group_size_per_vp_stage``. With fewer,
-    the first device would wait for the last one in every group.
+    the first device would wait for the last device in every group.
     """
     least = min(devices, micro_batches)
     if group and not least <= group <= micro_batches:
@@ -25,8 +25,8 @@ def check_group(family: str, devices: int, micro_batches: int, group: int) -> in
 def passes(kind: Kind, home: int, devices: int, micro_batches: int, chunks: int, group: int) -> list[Operation]:
     """The forwards or, from the last chunk to the first, the backwards of device ``home``, in order.
 
-    Each group of micro-batches passes all chunks before the next one. The last group holds what remains, but at least
-    D micro-batches, since fewer would not fill the pipeline. The surplus ones have numbers from N on;
+    Each group of micro-batches passes all chunks before the next group. The last group holds what remains, but at least
+    D micro-batches, since fewer would not fill the pipeline. The surplus micro-batches have numbers from N on;
     ``without_surplus`` leaves them out.
     """
     stages = range(home, devices * chunks, devices)

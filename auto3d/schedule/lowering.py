@@ -186,7 +186,9 @@ class _Syncs:
 
 
 def _versions(schedule: Schedule, device: int) -> dict[PipeStage, dict[int, int]]:
-    versions: dict[PipeStage, dict[int, int]] = {one: {} for one, home in schedule.device_of.items() if home == device}
+    versions: dict[PipeStage, dict[int, int]] = {
+        pipe_stage: {} for pipe_stage, home in schedule.device_of.items() if home == device
+    }
     for operation in schedule.operations[device]:
         if operation.kind is Kind.FORWARD:
             for m in operation.micro_batches:

@@ -23,7 +23,7 @@ Number = TypeVar("Number")
 
 
 class Counts(NamedTuple, Generic[Number]):
-    """Of one stage of a device, how many it holds of what is named here; or the bytes of each of these."""
+    """What one stage of a device holds: a number of each kind, or the bytes of each kind."""
 
     in_flight: Number  # micro-batches, or parts of them, from the forward until the backward, or until its input half
     recomputed: Number  # micro-batches in flight with recomputed activations
@@ -82,10 +82,10 @@ def highest_moments(shape: Shape, device: int, *, read_once: bool = False) -> tu
     if not shape.grows:  # one period more holds no more
         return _repeated(without_recompute(listing_before), device, read_once)
     before = _highest(listing_before, device, read_once)
-    if any(_keys(listing, each, read_once) != _keys(listing_before, each, read_once) for each in range(shape.devices)):
+    if any(_keys(listing, home, read_once) != _keys(listing_before, home, read_once) for home in range(shape.devices)):
         return _highest(shape.listing, device, read_once)
     pairs = zip(_highest(listing, device, read_once), before, strict=True)
-    return tuple(_grown(one, earlier, skipped) for one, earlier in pairs)
+    return tuple(_grown(moment, earlier, skipped) for moment, earlier in pairs)
 
 
 @lru_cache(2**14)
@@ -124,16 +124,16 @@ def _highest_of(listing: Listing, device: int, read_once: bool) -> tuple[Moment,
 def _not_exceeded(group: Mapping[bytes, int], counts: np.ndarray) -> list[int]:
     """The steps of ``group`` whose counts no other step reaches or exceeds in every count, the lowest first."""
     steps = np.array([group[row] for row in sorted(group, reverse=True)])  # a step comes after the steps that exceed it
-    found = list[int]()
+    highest = list[int]()
     while len(steps):
-        found.append(int(steps[0]))
+        highest.append(int(steps[0]))
         steps = steps[1:]
-        steps = steps[(counts[steps] > counts[found[-1]]).any(axis=1)]
-    return found[::-1]
+        steps = steps[(counts[steps] > counts[highest[-1]]).any(axis=1)]
+    return highest[::-1]
 
 
 def _keys(listing: Listing, device: int, read_once: bool) -> list[Key]:
-    return [one.key for one in _highest(listing, device, read_once)]
+    return [moment.key for moment in _highest(listing, device, read_once)]
 
 
 @lru_cache(8)  # a few: the moments of a schedule of many micro-batches take megabytes
@@ -229,10 +229,10 @@ def _counted(schedule: Schedule, device: int, messages: "_Messages") -> _MomentT
 
 
 def _slice_gradients(operation: Operation, slices: int) -> tuple[int, int]:
-    """How an operation changes the number of slices that hold gradients of later ones: when it begins, when it ends.
+    """How an operation changes the number of slices that hold gradients of later slices: when it begins, when it ends.
 
-    The backward of the last slice makes the gradient of all keys as one tensor. That of the slice before it adds its
-    own to parts of that tensor, which is then free, and makes a tensor for each earlier slice.
+    The backward of the last slice makes the gradient of all keys as one tensor. The backward of the slice before it
+    adds its own gradient to parts of that tensor, which is then free, and makes a tensor for each earlier slice.
     """
     if operation.kind not in _WITH_GRADIENT:
         return 0, 0
@@ -241,10 +241,10 @@ def _slice_gradients(operation: Operation, slices: int) -> tuple[int, int]:
 
 
 class _Messages:
-    """The messages between stages: when each is posted, received, sent and released.
+    """The messages between stages: when each message is posted, received, sent and released.
 
-    Messages have numbers: messages of one direction, target stage and pipe follow each other by micro-batch. Steps have
-    numbers among those of all devices; one more after those of each device stands for its end.
+    Messages have numbers: messages of one direction, target stage and pipe follow each other by micro-batch. The steps
+    of all devices are numbered in a row; one more number behind the steps of each device stands for its end.
     """
 
     def __init__(self, schedule: Schedule, *, read_once: bool) -> None:
@@ -252,18 +252,18 @@ class _Messages:
         self._pipes = 1 + max(pipe for _, pipe in schedule.device_of)
         operations = [*chain.from_iterable(schedule.operations)]
         sizes = np.fromiter((len(operation.micro_batches) for operation in operations), dtype=int)
-        micro_batches = np.fromiter(chain.from_iterable([each.micro_batches for each in operations]), dtype=int)
+        micro_batches = np.fromiter(chain.from_iterable([o.micro_batches for o in operations]), dtype=int)
         self._micro_batches = 1 + int(micro_batches.max(initial=0))
         lengths = np.array([*map(len, schedule.operations)])
         self._bounds = np.array([0, *np.cumsum(lengths + 1)])
         steps = np.arange(len(operations)) + np.repeat(np.arange(len(lengths)), lengths)
         kinds: dict[tuple[Kind, int, int], int] = {}
         kind_of = [kinds.setdefault((kind, stage, pipe), len(kinds)) for kind, stage, _, pipe in operations]
-        *messages, units = np.array([self._route(*each) for each in kinds]).T[:, kind_of]
-        firsts = [np.repeat(each, sizes) for each in messages]
+        *messages, units = np.array([self._route(*key) for key in kinds]).T[:, kind_of]
+        firsts = [np.repeat(column, sizes) for column in messages]
         received, sent = (np.where(first >= 0, first + micro_batches, -1) for first in firsts)
         places = _places(lengths.tolist(), sizes, units * sizes, received, sent)
-        ordered = (_by_number(each, np.repeat(steps, sizes)) for each in (received, sent))
+        ordered = (_by_number(column, np.repeat(steps, sizes)) for column in (received, sent))
         self._changes = self._find_changes(len(lengths), places, *ordered)
         self._first = np.searchsorted(self._changes[0], self._bounds)
 
@@ -316,8 +316,8 @@ class _Messages:
         ]
         if self._read_once and self._stages > 1:
             changes += self._of_inputs(devices, device, places, gradient, stage, source, target)
-        steps, stages, counts = (np.concatenate([each[place] for each in changes]) for place in range(3))
-        amounts = np.repeat([each[3] for each in changes], [len(each[0]) for each in changes])
+        steps, stages, counts = (np.concatenate([change[place] for change in changes]) for place in range(3))
+        amounts = np.repeat([change[3] for change in changes], [len(change[0]) for change in changes])
         order = np.argsort(steps)
         return steps[order], stages[order], counts[order], amounts[order]
 
@@ -382,11 +382,11 @@ class _Messages:
         back = device[came] * devices + device[left]
         told = np.argsort(back * many + came)
         proved = np.maximum.accumulate(back[told] * many + left[told])
-        found = np.searchsorted(proved, pair * many + posted)
+        first_proof = np.searchsorted(proved, pair * many + posted)
         end = proof = self._bounds[device[source] + 1] - 1
         if len(told):
-            at = told[np.minimum(found, len(told) - 1)]
-            proof = np.where((found < len(told)) & (back[at] == pair), came[at], end)
+            at = told[np.minimum(first_proof, len(told) - 1)]
+            proof = np.where((first_proof < len(told)) & (back[at] == pair), came[at], end)
         order = np.argsort(pair * many + source, kind="stable")
         pair, source, proof, end = pair[order], source[order], proof[order], end[order]
         full = end.copy()
@@ -399,7 +399,7 @@ class _Messages:
 
     def changes(self, device: int) -> tuple[np.ndarray, ...]:
         """Steps, stages, counts and amounts of what messages change on ``device``."""
-        steps, *rest = (each[self._first[device] : self._first[device + 1]] for each in self._changes)
+        steps, *rest = (column[self._first[device] : self._first[device + 1]] for column in self._changes)
         return steps - self._bounds[device], *rest
 
 

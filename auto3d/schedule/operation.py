@@ -80,7 +80,7 @@ class Schedule:
     parts: int = 1  # the parts of a micro-batch; operations number parts: 2 if Chimera halves the backward
     slices: int = 1
     """Above 1 if the parts of a micro-batch are slices of its sequence, not of its samples; equal to ``parts`` then."""
-    iterations: int = 1  # above 1 only if an iteration begins before the previous one has updated the weights
+    iterations: int = 1  # above 1 only if an iteration begins before the previous iteration has updated the weights
     weight_version: dict[tuple[int, int], int] = field(default_factory=dict)
     """(stage, micro-batch) -> the number of updates that the weights of its forward and backward have had.
 
@@ -91,7 +91,7 @@ class Schedule:
     forward_only: bool = False  # it evaluates: it has forwards and nothing else
 
     def __hash__(self) -> int:
-        """Of the sizes, as a schedule has up to a million operations: what is found out about one is kept by it."""
+        """A hash of the sizes alone: a schedule has up to a million operations, and caches have it as a key."""
         return hash((self.name, self.stages, self.micro_batches, self.devices, self.parts, self.iterations))
 
     @property
@@ -105,7 +105,7 @@ class Schedule:
 
     @property
     def updates(self) -> int:
-        """The updates of each stage per iteration: more than one if each takes only some of the micro-batches."""
+        """The updates of each stage per iteration: more than one if an update takes only some of the micro-batches."""
         if self.forward_only:
             return 0
         update = next(operation for operation in self.operations[0] if operation.kind is Kind.UPDATE)

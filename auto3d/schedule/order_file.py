@@ -92,7 +92,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
 
 
 _KEYS: Mapping[str, tuple[Callable[[Any], bool], str]] = {

@@ -64,7 +64,7 @@ class Step:
     @property
     def posts(self) -> tuple[Message, ...]:
         """The messages whose receives are posted before the operation."""
-        return tuple(one for one in self.begins if isinstance(one, Message))
+        return tuple(communication for communication in self.begins if isinstance(communication, Message))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +82,8 @@ class Program:
 def without(program: Program, absent: Collection[int]) -> Program:
     """``program`` without what it runs, sends and receives of the micro-batches ``absent``.
 
-    What stands before a step that falls away stands before the next one, so that all ranks of a pipeline that leave out
-    the same micro-batches keep the order of all else.
+    What stands before a step that falls away stands before the next step, so that all ranks of a pipeline that leave
+    out the same micro-batches keep the order of all else.
     """
 
     def kept(messages: Iterable[Message]) -> tuple[Message, ...]:
@@ -93,7 +93,11 @@ def without(program: Program, absent: Collection[int]) -> Program:
     begins: list[Communication] = []
     releases: list[Message] = []
     for step in program.steps:
-        begins += [one for one in step.begins if not isinstance(one, Message) or one.micro_batch not in absent]
+        begins += [
+            communication
+            for communication in step.begins
+            if not isinstance(communication, Message) or communication.micro_batch not in absent
+        ]
         releases += kept(step.releases)
         numbers = tuple(m for m in step.operation.micro_batches if m not in absent)
         if not numbers and step.operation.micro_batches:

@@ -96,7 +96,7 @@ def _period(devices: int, options: Mapping[str, int | str]) -> int:
 
 
 def _skipped(name: str, period: int, micro_batches: int) -> int:
-    """The number of periods after the first ones, which determine the rest."""
+    """The number of periods after the first periods, which determine the rest."""
     if name in SCHEDULES and not SCHEDULES[name].periodic:
         return 0
     return max(0, (micro_batches - PERIODS * period - 1) // period)
@@ -104,7 +104,7 @@ def _skipped(name: str, period: int, micro_batches: int) -> int:
 
 @lru_cache(4096)
 def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str, int | str], ...]) -> Shape:
-    """Counts the first periods; in each later one, the numbers in flight grow by the same amount."""
+    """Counts the first periods; in each later period, the numbers in flight grow by the same amount."""
     options_of = dict(options)
     sync, recompute = options_of.get("sync"), options_of.get("recompute")
     known = name in SCHEDULES and not SCHEDULES[name].explicit and options_of.keys() <= SCHEDULES[name].options.keys()
@@ -158,7 +158,7 @@ def without_recompute(listing: Listing) -> Listing:
     name, devices, micro_batches, options = listing
     if SCHEDULES[name].explicit:
         return listing
-    return name, devices, micro_batches, tuple(each for each in options if each[0] != "recompute")
+    return name, devices, micro_batches, tuple(option for option in options if option[0] != "recompute")
 
 
 @lru_cache(8)  # small, since a schedule of many micro-batches takes megabytes

@@ -35,7 +35,11 @@ def place_syncs(schedule: Schedule, sync: str) -> Schedule:
         pipe_stages = [pipe_stage for pipe_stage, home in schedule.device_of.items() if home == device]
         last_backward = _last_backwards(operations, pipe_stages)
         pipe_stages.sort(key=last_backward.__getitem__)
-        early = {last_backward[one]: one for one in pipe_stages if 0 <= last_backward[one] < last_waits[device]}
+        early = {
+            last_backward[pipe_stage]: pipe_stage
+            for pipe_stage in pipe_stages
+            if 0 <= last_backward[pipe_stage] < last_waits[device]
+        }
         with_syncs: list[Operation] = []
         placed_until = 0
         for index, (stage, pipe) in sorted(early.items()):
@@ -54,16 +58,16 @@ def _last_backwards(
     operations: Sequence[Operation], pipe_stages: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], int]:
     """(stage, pipe) -> the index of its last backward among ``operations``; -1 if it has none."""
-    found = dict.fromkeys(pipe_stages, -1)
-    missing = len(found)
+    last = dict.fromkeys(pipe_stages, -1)
+    missing = len(last)
     for index in reversed(range(len(operations))):
         if not missing:
             break
         kind, stage, _, pipe = operations[index]
-        if kind in BACKWARDS and found.get((stage, pipe), index) < 0:
-            found[stage, pipe] = index
+        if kind in BACKWARDS and last.get((stage, pipe), index) < 0:
+            last[stage, pipe] = index
             missing -= 1
-    return found
+    return last
 
 
 def place_updates(schedule: Schedule, sync: str, *, every: int) -> Schedule:

@@ -58,7 +58,7 @@ def fill_with_weights(
         filled[device].append(operation)
         return True
 
-    now, last_slot = 0, max((slot for each in slots for slot in each), default=0)
+    now, last_slot = 0, max((slot for times in slots for slot in times), default=0)
     while sum(run_next(device, now) for device in range(len(orders))) or now < last_slot:
         now += 1
     assert position == [len(order) for order in orders], f"under limit {limit}, the orders stop at {position}"

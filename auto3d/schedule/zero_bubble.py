@@ -23,14 +23,14 @@ def fit_to_times(handmade: Schedule, *, times: EqualTimes, limit: int, deferred:
     ``handmade`` has stage s on device s. ``deferred`` is the percentage of a micro-batch's activations that its input
     half leaves to the weight half.
 
-    The heuristic makes one order for each combination of its binary choices. The paper takes the one whose longest
+    The heuristic makes one order for each combination of its binary choices. The paper takes the order whose longest
     device is shortest, from its first to its last operation: there, updates do not wait for other devices. Here they
-    may, so orders with a longer makespan than ``handmade`` do not count. Nor do orders for which devices would
-    have to hold more messages than ``check_rendezvous`` allows; those occur where messages take longer than operations.
-    If no order is left that is shorter than ``handmade``, the result is ``handmade``.
+    may, so orders with a longer makespan than ``handmade`` do not count. Nor do orders for which devices would have to
+    hold more messages than ``check_rendezvous`` allows; those occur where messages take longer than operations. If no
+    order is left that is shorter than ``handmade``, the result is ``handmade``.
     """
     usual = lengths(handmade.operations, times)
-    found = []
+    shorter = []
     for exceed, skips, starts_late in product((False, True), repeat=3):
         walk = _Walk(handmade.devices, handmade.micro_batches, times, limit, deferred)
         walk.warm_up(exceed)
@@ -39,8 +39,8 @@ def fit_to_times(handmade: Schedule, *, times: EqualTimes, limit: int, deferred:
         walk.finish()
         length = lengths(walk.orders, times)
         if length < usual and length[1] <= usual[1]:
-            found.append((length, walk.orders))
-    for _, orders in sorted(found, key=lambda one: one[0]):
+            shorter.append((length, walk.orders))
+    for _, orders in sorted(shorter, key=lambda entry: entry[0]):
         schedule = replace(handmade, operations=tuple(map(tuple, orders)))
         with suppress(ScheduleError):
             check_rendezvous(schedule)
@@ -130,8 +130,8 @@ class _Walk:
     def round(self, skips: bool, starts_late: bool) -> None:
         """Run one micro-batch's forwards and input halves; the first input halves have run before.
 
-        ``skips`` leaves out a forward of a device that is two or more ahead of the next one, if it would come after the
-        forward and the input half that this next one runs now, and costs less than the longest wait of a device.
+        ``skips`` leaves out a forward of a device that is two or more ahead of the next device, if it would come after
+        the forward and the input half that the next device runs now, and costs less than the longest wait of a device.
         ``starts_late`` runs a weight half in a wait that is too short for it even where the wait is harmless.
         """
         runs = [count < self._micro_batches for count in self._ran[F]]

@@ -1,4 +1,4 @@
-"""The axes of a plan: each is a field of ``Candidate``, with everything that is said of the axis elsewhere.
+"""The axes of a plan: each axis is a field of ``Candidate``, with everything that is said of the axis elsewhere.
 
 The search space, the keys ``search.*`` and ``plan.*`` of a recipe, the columns of tables and files, and the words for a
 candidate follow from these fields. A new axis is a new field here; what it does to a plan is up to ``PlanMaker``.
@@ -167,8 +167,8 @@ class Candidate:
         heading="replicas\nof stages",
         unusual="uneven replicas",
     )
-    """Replicas of stages. equal: one each, so the plan uses dp × tp × pp devices; uneven: a pipeline has more devices
-    than stages."""
+    """Replicas of stages. equal: one replica per stage, so the plan uses dp × tp × pp devices; uneven: a pipeline has
+    more devices than stages."""
     sync: str = _axis(  # positions of gradient syncs, which decide how much of them compute hides
         default=SYNC[0],
         trying="when gradient syncs run: lazy: after all else; eager: beside compute; eager-opt: beside compute where "

@@ -54,7 +54,7 @@ def compare_plans(times: Sequence[Sequence[float]]) -> PlanComparison:
 def contenders(times: Sequence[Sequence[float]], most: int) -> list[int]:
     """The plans to try again: the fastest, and at most ``most`` - 1 others that may be faster.
 
-    The most likely ones come first; as long as no trial was repeated, the next fastest. The list is empty once it is
+    The most likely plans come first; as long as no trial was repeated, the next fastest. The list is empty once it is
     certain which plan is the fastest.
     """
     comparison = compare_plans(times)

@@ -36,7 +36,7 @@ def _leanest_first(search: Search) -> Iterator[Candidate]:
         for values in product(*(choices[name] for name in _OF_MEMORY)):
             kind = replace(degrees, **dict(zip(_OF_MEMORY, values, strict=True)))
             kinds.append((search.promises.expected_bytes(kind), len(kinds), kind))
-    ordered = [kind for _, _, kind in sorted(kinds, key=lambda each: each[:2])]
+    ordered = [kind for _, _, kind in sorted(kinds, key=lambda entry: entry[:2])]
     for sought in (False, True):
         for kind in ordered:
             for candidate in search.domain.variants(kind):

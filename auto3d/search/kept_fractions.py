@@ -64,12 +64,12 @@ class KeptFractions:
     def kept_from(self) -> np.ndarray:
         """[fractions of ``first``, stages]: the position from which each stage keeps its operations until its end."""
         counts = _kept_counts(self._in_flight, tuple(map(len, self._starts)))
-        found = np.empty(counts.shape, dtype=int)
+        kept_from = np.empty(counts.shape, dtype=int)
         for number, (stage, starts) in enumerate(zip(self._plan.stages, self._starts, strict=True)):
             begin, end = stage.operations[0][0], stage.operations[-1][1]
             positions = np.array([end, *starts[:0:-1], begin])  # positions for 0, 1, 2, … kept subgraphs
-            found[:, number] = positions[counts[:, number]]
-        return found
+            kept_from[:, number] = positions[counts[:, number]]
+        return kept_from
 
 
 @lru_cache(1024)  # many plans of a search have the same stages
@@ -113,9 +113,9 @@ def largest_fraction(fractions: KeptFractions, shortage: Callable[[Plan], str], 
     same, and all at which a lower bound of its bytes is too large.
     """
     if limits is not None:
-        found = _largest_within(fractions, limits)
-        if found is not None:
-            return found
+        largest = _largest_within(fractions, limits)
+        if largest is not None:
+            return largest
         missing = shortage(fractions.plan(fractions.first[0]))
     else:
         for first in reversed(fractions.first):
@@ -128,7 +128,7 @@ def largest_fraction(fractions: KeptFractions, shortage: Callable[[Plan], str], 
 def _largest_within(fractions: KeptFractions, limits: Limits) -> Plan | None:
     kept_from = fractions.kept_from
     possible = np.ones(len(kept_from), dtype=bool)
-    lacked: dict[int, None] = {}  # devices that lacked memory for a plan, the last one first
+    lacked: dict[int, None] = {}  # devices that lacked memory for a plan, the latest first
     while possible.any():
         place = int(np.flatnonzero(possible)[-1])
         plan = fractions.plan(fractions.first[place])

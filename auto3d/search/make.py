@@ -46,8 +46,8 @@ class PlanMaker:
     """Makes Plans of the model ``planned`` for ``workload``, with the cluster and times of the cost model ``model``.
 
     ``shortage`` returns which device lacks memory for a Plan, or an empty string if the Plan fits (default: by
-    ``model``, on devices whose memory is known). ``memory`` has the bytes that ``shortage`` compares with those of the
-    cluster's devices; without it, recompute auto asks ``shortage`` about every kept fraction. ``check`` raises
+    ``model``, on devices whose memory is known). ``memory`` has the bytes that ``shortage`` compares with the memory of
+    the cluster's devices; without it, recompute auto asks ``shortage`` about every kept fraction. ``check`` raises
     InputError for a Plan that is impossible for another reason. ``order_seconds`` is the time in which the order of a
     synthesized schedule is sought.
     """
@@ -83,21 +83,21 @@ class PlanMaker:
     def seeds(self, candidate: Candidate) -> list[Plan]:
         """The Plans by rule with the other choices of ``candidate``, from which its order is sought.
 
-        Where none of a schedule fits the memory, it has the one that ignores memory. Raises InputError if there are
-        none.
+        Where no Plan of a schedule fits the memory, its Plan that ignores memory stands for it. Raises InputError if
+        there are none.
         """
         check_sought(candidate, self.model)
         plans, refusals = [], Refusals()
-        for one in seed_candidates(candidate):
+        for seed in seed_candidates(candidate):
             try:
                 try:
-                    plans.append(self.plan(one))
+                    plans.append(self.plan(seed))
                 except InputError as error:
                     if error.kind != "memory":
                         raise
-                    plans.append(self.unlimited(one))
+                    plans.append(self.unlimited(seed))
             except InputError as error:
-                refusals.add(one, str(error), error.kind)
+                refusals.add(seed, str(error), error.kind)
         if not plans:
             raise PlanError(refusals.foremost.reason, kind=refusals.foremost.kind)
         return plans
@@ -158,13 +158,13 @@ class PlanMaker:
             rivals.append(lambda: self._made(candidate, kept=(0.0,) * len(plan.stages)))
         if method.rival:
             rivals.append(lambda: make(replace(candidate, partition=method.rival)))
-        found = [plan]
+        plans = [plan]
         for rival in rivals:
             with suppress(InputError):  # fewer blocks than stages, for example
                 other = rival()
                 check(other)
-                found.append(other)
-        return min(found, key=self.model.seconds) if len(set(found)) > 1 else plan
+                plans.append(other)
+        return min(plans, key=self.model.seconds) if len(set(plans)) > 1 else plan
 
     def _fitting(self, candidate: Candidate) -> Plan:
         """The Plan of ``candidate`` by its own partition; raises InputError if there is none or memory is short."""
@@ -187,7 +187,7 @@ class PlanMaker:
         """
         if not METHODS[candidate.partition].cuts_in_turns:
             return largest_fraction(self._kept_fractions(plan), self._shortage, self._limits)
-        found: list[Plan] = []
+        plans: list[Plan] = []
         cuts: list[tuple[StagePlan, ...]] = []
         refusals: list[PlanError] = []
         for start in (plan, self._made(candidate, kept=(0.0,) * len(plan.stages))):
@@ -196,14 +196,14 @@ class PlanMaker:
                 cuts.append(turn.stages)
                 fractions = self._kept_fractions(turn)
                 try:
-                    found.append(largest_fraction(fractions, self._shortage, self._limits))
+                    plans.append(largest_fraction(fractions, self._shortage, self._limits))
                 except PlanError as error:
                     refusals.append(error)
                     break
-                turn = self._made(candidate, kept=fractions.of(found[-1]))
-        if not found:
+                turn = self._made(candidate, kept=fractions.of(plans[-1]))
+        if not plans:
             raise refusals[0]
-        return min(found, key=self.model.seconds) if len(found) > 1 else found[0]
+        return min(plans, key=self.model.seconds) if len(plans) > 1 else plans[0]
 
     def _fastest_that_fits(self, candidate: Candidate, fastest: Plan) -> Plan:
         """The Plan of ``candidate`` with the fastest stages that fit; if none fit, ``fastest``, which does not either.
@@ -334,10 +334,10 @@ class PlanMaker:
                 self._splits[key] = self.planned.split(samples, share)
             except InputError as error:
                 self._splits[key] = error
-        found = self._splits[key]
-        if isinstance(found, InputError):
-            raise found
-        return found
+        split = self._splits[key]
+        if isinstance(split, InputError):
+            raise split
+        return split
 
     def _check_slices(self, candidate: Candidate, form: Shape, samples: int) -> None:
         """Raise InputError if ``candidate`` or the model does not allow the slices of ``form``."""
@@ -422,13 +422,13 @@ class PlanMaker:
             for count in range(1, devices - candidate.pp + 2)
             if samples % (halves * count) == 0
         }
-        found = fastest_stages(before, stages=form.stages, devices=devices)
-        if found is None:
+        fastest = fastest_stages(before, stages=form.stages, devices=devices)
+        if fastest is None:
             raise PlanError(
                 f"replicas: no {form.stages} of {', '.join(map(str, before))}, which divide {samples} samples, add up "
                 f"to the {devices} devices of a pipeline"
             )
-        bounds, counts = found
+        bounds, counts = fastest
         stages = stages_between([cuts[place] for place in bounds])
         return replace(
             plan,

@@ -30,5 +30,5 @@ def certificate_of(plan: Plan, model: CostModel, *, may_recompute: bool, seconds
     if plan.schedule_options.get("sync", SYNC[0]) != SYNC[0]:
         # A problem has all syncs and updates at the end. Without them, its bound also holds where they come early.
         none = (0.0,) * shape.stages
-        problems = [replace(each, costs=replace(each.costs, sync=none, update=none)) for each in problems]
+        problems = [replace(problem, costs=replace(problem.costs, sync=none, update=none)) for problem in problems]
     return certificate(problems, shape.schedule(), model.seconds(plan), seconds=seconds)

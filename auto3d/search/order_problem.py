@@ -26,11 +26,11 @@ def with_order(plan: Plan, schedule: Schedule, *, sync: str = SYNC[0]) -> Plan:
 def problem_of(plan: Plan, model: CostModel, *, may_recompute: frozenset[int] | None = None) -> Problem:
     """The problem of the stages of ``plan`` on their devices, in seconds and bytes.
 
-    Costs are those of the pipeline that takes longest. ``free`` is what a device has beside what ``plan`` needs for
+    The pipeline that takes longest gives the costs. ``free`` is what a device has beside what ``plan`` needs for
     anything but activations; the order that ``plan`` has decides that, so an order that fits ``free`` may still not fit
-    by ``model.memory``. Any stage may split its backward; those of ``may_recompute`` (default: those that ``plan``
-    recomputes) may recompute all but what they keep by ``plan``. Raises PlanError if a device lacks memory for anything
-    but activations.
+    by ``model.memory``. Any stage may split its backward; the stages of ``may_recompute`` (default: the stages that
+    ``plan`` recomputes) may recompute all but what they keep by ``plan``. Raises PlanError if a device lacks memory for
+    anything but activations.
     """
     shape = shape_of(plan)
     stages = range(shape.stages)
@@ -39,12 +39,12 @@ def problem_of(plan: Plan, model: CostModel, *, may_recompute: frozenset[int] | 
     activation, kept, deferred = [], [], []
     for stage in stages:
         whole = [model.memory.stage_if(plan, stage, recompute=False, split=split) for split in (False, True)]
-        held = [one.in_flight for one in whole] + [whole[1].deferred]
+        held = [memory.in_flight for memory in whole] + [whole[1].deferred]
         least = max(held)
         if stage in again:
             halves = [model.memory.stage_if(plan, stage, recompute=True, split=split) for split in (False, True)]
-            held += [one.in_flight + one.recomputed for one in halves]
-            least = max(one.in_flight for one in halves)
+            held += [memory.in_flight + memory.recomputed for memory in halves]
+            least = max(memory.in_flight for memory in halves)
         activation.append(max(held))
         kept.append(least)
         deferred.append(whole[1].deferred)
@@ -73,7 +73,7 @@ def problem_of(plan: Plan, model: CostModel, *, may_recompute: frozenset[int] | 
 def _recomputing(schedule: Schedule, stages: frozenset[int]) -> Schedule:
     """``schedule`` where exactly ``stages`` recompute: those that did not, inside their backwards."""
     operations = (
-        tuple(each for each in row if each.kind is not Kind.RECOMPUTE or each.stage in stages)
+        tuple(operation for operation in row if operation.kind is not Kind.RECOMPUTE or operation.stage in stages)
         for row in schedule.operations
     )
     return replace(schedule, operations=tuple(operations), recompute=stages)

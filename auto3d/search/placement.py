@@ -83,7 +83,7 @@ def _pipelines_first(mesh: tuple[int, int], dp: int, tp: int, pp: int) -> Placem
 def _tiling(*, horizontal: bool, by_columns: bool) -> Callable[[tuple[int, int], int, int, int], Placement]:
     """AMP's tilings (section 4.4): each stage gets a domino of tp × dp devices of the mesh.
 
-    A horizontal domino has its tensor-parallel groups in rows of the mesh, a vertical one in columns, across nodes.
+    A horizontal domino has its tensor-parallel groups in rows of the mesh, a vertical domino in columns, across nodes.
     The paper does not say which domino belongs to which stage: here they follow each other along rows, or
     ``by_columns``. Nor does it say how a domino lies that is longer than the mesh: here it is folded.
     """

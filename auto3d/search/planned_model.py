@@ -76,8 +76,8 @@ class PlannedGraphs:
         split: Callable[[int, Share], dict[str, Split]],
         share_work: WorkAt | None = None,
     ) -> None:
-        """``split`` has the arguments and the result of the method of that name; ``share_work`` those of ``work``, for
-        any share but the whole."""
+        """``split`` has the arguments and the result of the method of that name; ``share_work`` does what ``work``
+        does, for any share but the whole."""
         self.graph, self.work_of = lru_cache(None)(graph_at), work
         self._work = lru_cache(None)(lambda samples: work(self.graph(samples)))
         self._share_work = lru_cache(None)(share_work or _not_shared)

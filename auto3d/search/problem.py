@@ -74,13 +74,13 @@ class CandidateProblem:
         lowest = [len(self.cuts) - 1]  # the first cut from which the last stages reach the end: none of them, one, …
         for number in reversed(range(self.stages)):
             lowest.append(self._first_start(number, lowest[-1], self.limits))
-        found, highest = [], 0
+        earliest, highest = [], 0
         for number in range(self.stages):
             starts, highest = self._starts(
                 number, (lowest[self.stages - number], highest), lowest[self.stages - number - 1], self.limits
             )
-            found.append(starts)
-        return tuple(found)
+            earliest.append(starts)
+        return tuple(earliest)
 
     def _first_start(self, number: int, end: int, limits: Sequence[float]) -> int:
         """The first cut at which stage ``number`` may begin if it ends at cut ``end``."""
@@ -92,9 +92,9 @@ class CandidateProblem:
         """For each cut, the first cut at which stage ``number`` may begin if it ends there; and the last of its ends.
 
         Only stages that begin ``between`` two cuts and end at cut ``end`` or later can be part of a partition: before
-        ``end``, the rest of the model does not fit the later stages. There the first cut is 0, and one behind all cuts
-        where the stage begins too late. A stage that does not fit does not fit with more operations either, so a window
-        moves over the cuts.
+        ``end``, the rest of the model does not fit the later stages. There the first cut is 0; where the stage begins
+        too late, it is a cut behind all cuts. A stage that does not fit does not fit with more operations either, so a
+        window moves over the cuts.
         """
         (start, latest), size = between, len(self.cuts)
         starts = [0] * end

@@ -32,7 +32,9 @@ class Promises:
     def __init__(self, maker: PlanMaker) -> None:
         self._model, self._global_batch = maker.model, maker.workload.global_batch
         kinds = dict.fromkeys(node.accelerator for node in self._model.cluster.nodes)
-        self._kinds = tuple(dict.fromkeys(kind for each in kinds for kind in (each, each.crossing())))
+        self._kinds = tuple(
+            dict.fromkeys(kind for accelerator in kinds for kind in (accelerator, accelerator.crossing()))
+        )
         self._links = lru_cache(None)(self._make_links)
         self._pass_s = lru_cache(None)(self._make_pass_s)
         self._bytes = lru_cache(None)(self._model.whole_bytes)

@@ -184,8 +184,8 @@ class Search:
     def _make_nodes(self, placement: str, dp: int, tp: int, pp: int) -> int:
         """A number for the nodes of a placement; raises PlanError if there is no such placement."""
         cluster = self.maker.model.cluster
-        found = nodes_of(place(placement, cluster, dp=dp, tp=tp, pp=pp), cluster)
-        return self._numbers_of_nodes.setdefault(found, len(self._numbers_of_nodes))
+        nodes = nodes_of(place(placement, cluster, dp=dp, tp=tp, pp=pp), cluster)
+        return self._numbers_of_nodes.setdefault(nodes, len(self._numbers_of_nodes))
 
     def _follow(self, candidate: Candidate, first: Candidate) -> None:
         """Take for ``candidate`` what is known of ``first``, whose ranks have equal nodes."""
@@ -210,14 +210,14 @@ class Search:
 
     def leave_unseen(self) -> None:
         """Note what was not looked at, and a lower bound of it, for an algorithm that draws its candidates."""
-        left = [one for one in self.domain.degrees if self.unseen_of(one)]
+        left = [degrees for degrees in self.domain.degrees if self.unseen_of(degrees)]
         self.left = Left(
             candidates=len(self.domain) - len(self._bounds),
-            least_s=min((self.promises.least_of_degrees_s(self.domain, one) for one in left), default=inf),
+            least_s=min((self.promises.least_of_degrees_s(self.domain, degrees) for degrees in left), default=inf),
         )
 
     def plan(self, candidate: Candidate) -> Plan:
-        """The Plan of ``candidate``, whose ``bound`` must have been finite; a synthesized one once it is estimated."""
+        """The Plan of ``candidate``, whose ``bound`` must have been finite; a synthesized Plan once it is estimated."""
         return self._plans[candidate]
 
     def add(self, candidate: Candidate, plan: Plan) -> None:
@@ -261,11 +261,11 @@ class Search:
 
     def ranked(self) -> list[Ranked]:
         """The estimated plans, fastest first; of several candidates that are the same plan, the first."""
-        found = [
+        ranked = [
             Ranked(candidate=first, plan=self._plans[first], seconds=self._seconds[first], same=tuple(every[1:]))
             for first, every in self._same.items()
         ]
-        return sorted(found, key=lambda one: one.seconds)
+        return sorted(ranked, key=lambda entry: entry.seconds)
 
     def _refuse(self, candidate: Candidate, error: InputError) -> None:
         self._refusals.add(candidate, str(error), error.kind)

@@ -26,9 +26,9 @@ _Axes: Any = make_dataclass(
 class SearchSpace(_Axes):
     """The axes to combine, by the names in AXES. Each is a list of values, or "auto" for all that make sense there.
 
-    "auto" leaves out asynchronous schedules, since they change what a model learns, and the synthesized one, which is
-    found by a search of its own; a user has to name them. It has the tensor-parallel degrees whose groups fit into one
-    node and, if there is only one node, one placement.
+    "auto" leaves out asynchronous schedules, since they change what a model learns, and the synthesized schedule, which
+    is found by a search of its own; a user has to name them. It has the tensor-parallel degrees whose groups fit into
+    one node and, if there is only one node, one placement.
     """
 
     micro_batches: Tried = AUTO  # micro-batches of a pipeline in an iteration; [1] is no gradient accumulation
@@ -75,7 +75,7 @@ class Refusals:
     @property
     def foremost(self) -> Refusal:
         """The most common lack of memory, which says more than degrees that do not fit; else the most common reason."""
-        return next((one for one in self if one.kind == "memory"), next(iter(self)))
+        return next((refusal for refusal in self if refusal.kind == "memory"), next(iter(self)))
 
     def __add__(self, other: "Refusals") -> "Refusals":
         both = Refusals()
@@ -118,15 +118,15 @@ class Domain:
 
     @cached_property
     def refused(self) -> Refusals:
-        """The reasons why degrees do not fit together; the numbers of devices only if no degrees have the right one."""
-        found, variants = Refusals(), prod(map(len, self.choices.values()))
+        """The reasons why degrees do not fit together; the numbers of devices only if no degrees use all devices."""
+        refusals, variants = Refusals(), prod(map(len, self.choices.values()))
         for candidate in self._all_degrees():
             if reason := self._misfit(candidate):
-                found.add(candidate, reason, times=variants)
-        if not found.total and not self.degrees:
+                refusals.add(candidate, reason, times=variants)
+        if not refusals.total and not self.degrees:
             for candidate in self._any_degrees():
-                found.add(candidate, self._wrong_devices(candidate), times=variants)
-        return found
+                refusals.add(candidate, self._wrong_devices(candidate), times=variants)
+        return refusals
 
     def __iter__(self) -> Iterator[Candidate]:
         for candidate in self.degrees:

@@ -114,9 +114,9 @@ def best_order(
     for start, problem in problems:
         for _ in range(_TRIES):
             usable = [
-                each
-                for each in orders
-                if each.device_of == problem.device_of and each.recompute <= problem.may_recompute
+                known
+                for known in orders
+                if known.device_of == problem.device_of and known.recompute <= problem.may_recompute
             ]
             try:
                 if not _may_beat(problem, fastest.seconds, sync):
@@ -181,7 +181,7 @@ def _structures(preference: Mapping[Plan, tuple[bool, float]], *, recompute: boo
 
 
 def _problem(plan: Plan, model: CostModel) -> Problem:
-    """The problem of the stages of ``plan``: any of them may recompute if one does, and otherwise none may."""
+    """The problem of the stages of ``plan``: if any stage recomputes there, every stage may; otherwise none may."""
     form = shape_of(plan)
     return problem_of(plan, model, may_recompute=frozenset(range(form.stages) if form.recompute else ()))
 

@@ -14,7 +14,7 @@ _SLICED = ("forward", "backward", "recompute")  # times that slices may have of 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageCost:
-    """The cost of messages between a stage and the next one.
+    """The cost of messages between a stage and the next stage.
 
     The message of a micro-batch takes ``latency`` and the time of its activations (``forward``) or of their gradient
     (``backward``): bytes over bandwidth.
@@ -48,7 +48,7 @@ class Costs:
     """Times in seconds or in any other unit; results have the same unit.
 
     Times of operations are per stage, for one whole micro-batch on a device of speed 1. An operation on k micro-batches
-    takes k times as long, one on half a micro-batch half as long, and a device of speed 2 halves its time.
+    takes k times as long, an operation on half a micro-batch half as long, and a device of speed 2 halves its time.
     """
 
     forward: tuple[float, ...]
@@ -78,7 +78,7 @@ class Costs:
     backward_of_slice: tuple[tuple[float, ...], ...] = ()
     recompute_of_slice: tuple[tuple[float, ...], ...] = ()
     # Measured times of single operations, by their number (auto3d.schedule.dependencies): the time of the operation,
-    # and that of the message or all-reduce which follows it. They replace all the times above; empty: none.
+    # and the time of the message or all-reduce which follows it. They replace all the times above; empty: none.
     by_operation: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
@@ -107,7 +107,8 @@ class Costs:
                 raise InputError(f"costs: speed of device {device} is {speed}; it must be more than 0")
 
     def times_of(self, kind: Kind) -> tuple[float, ...]:
-        """The times of one kind of operation, per stage. That of S depends on the device alone: see ``sync_start``."""
+        """The times of one kind of operation, per stage. The time of S depends on the device alone: see
+        ``sync_start``."""
         return {
             Kind.FORWARD: self.forward,
             Kind.RECOMPUTE: self.recompute,
@@ -193,22 +194,22 @@ def uniform(
         raise InputError(f"costs: one half of the backward is longer than the whole, {backward:g}; give both halves")
     fraction = schedule.devices / schedule.stages  # fraction of a device's time that one stage takes
 
-    def each(time: float) -> tuple[float, ...]:
+    def of_stages(time: float) -> tuple[float, ...]:
         return (time * fraction,) * schedule.stages
 
-    whole_recompute = each((forward if recompute is None else recompute) + collectives)
-    exposed = each(collectives) if collectives else ()
+    whole_recompute = of_stages((forward if recompute is None else recompute) + collectives)
+    exposed = of_stages(collectives) if collectives else ()
     return Costs(
-        forward=each(forward + collectives),
-        backward=each(backward + collectives),
-        backward_input=each(backward_input + collectives),
-        backward_weight=each(backward_weight),
+        forward=of_stages(forward + collectives),
+        backward=of_stages(backward + collectives),
+        backward_input=of_stages(backward_input + collectives),
+        backward_weight=of_stages(backward_weight),
         recompute=tuple(
             time * (1 - fraction_kept)
             for time, fraction_kept in zip(whole_recompute, kept or [0.0] * schedule.stages, strict=True)
         ),
-        sync=each(sync),
-        update=each(update),
+        sync=of_stages(sync),
+        update=of_stages(update),
         messages=(MessageCost(forward=p2p, backward=p2p),) * (schedule.stages - 1),
         speed=(1.0,) * schedule.devices,
         overlap=overlap,
@@ -229,9 +230,9 @@ def _check_slices(name: str, whole: Sequence[float], slices: Sequence[Sequence[f
     if not slices:
         return
     if len(slices) != len(whole) or len({len(times) for times in slices}) > 1:
-        found = ", ".join(str(len(times)) for times in slices)
+        counts = ", ".join(str(len(times)) for times in slices)
         raise InputError(
-            f"costs: {name}_of_slice has {found} slices; it must have equally many for each of "
+            f"costs: {name}_of_slice has {counts} slices; it must have equally many for each of "
             f"{counted(len(whole), 'stage')}"
         )
     for number, of_stages in enumerate(zip(*slices, strict=True)):

@@ -19,5 +19,5 @@ def write_times(costs: Costs) -> str:
     unit = sum(means) / _UNITS
     if not unit:
         return EQUAL
-    message = fmean(one.latency + one.forward for one in costs.messages) if costs.messages else 0.0
+    message = fmean(cost.latency + cost.forward for cost in costs.messages) if costs.messages else 0.0
     return "-".join(map(str, [*(max(1, round(time / unit)) for time in means), round(message / unit)]))

@@ -9,9 +9,9 @@ _CLOSE = 1e-9  # fraction of the makespan; times that differ by less are equal s
 def critical_path(timeline: Timeline) -> list[Operation]:
     """The operations of a path without slack from the first start to the makespan.
 
-    Each operation starts when the previous one ends, or when its message or its all-reduce does. If there are several
-    paths, this is one with the most backwards, so that C_f and C_b are the paper's. Among these, it stays on a
-    device if it can, as in figure 4 of Merak (2022).
+    Each operation starts when the previous operation ends, or when its message or its all-reduce does. If there are
+    several paths, this is a path with the most backwards, so that C_f and C_b are the paper's. Among these, it stays on
+    a device if it can, as in figure 4 of Merak (2022).
     """
     numbers = critical_numbers(timeline)
     return [timeline.operations[number] for number in numbers]
@@ -33,7 +33,7 @@ def critical_numbers(timeline: Timeline) -> list[int]:
     backwards = [0] * len(start)  # number of backwards on the best path that ends with each operation
     before = [-1] * len(start)  # previous operation on that path
     # Messages on one link, and all-reduces of one device, run back to back in a queue: the operation that started such
-    # a run decides when the last one in it ends.
+    # a run decides when the last in the run ends.
     maker = list(range(len(arrival)))  # operation -> operation that started the run which its message ends
     last_in_queue: dict[int, int] = {}  # queue -> operation whose message, or all-reduce, was the last in it
     for first, stop in timeline.spans:
@@ -43,7 +43,7 @@ def critical_numbers(timeline: Timeline) -> list[int]:
             stays = number not in first_of_device and _free(timeline, number - 1) >= bound
             candidates = [number - 1] if stays else []
             candidates += [maker[needed] for needed in work.waits[number] if arrival[needed] >= bound]
-            best = max(candidates, key=backwards.__getitem__, default=-1)  # the first one among equals
+            best = max(candidates, key=backwards.__getitem__, default=-1)  # the first among equals
             before[number] = best
             backwards[number] = (backwards[best] if best >= 0 else 0) + (timeline.operations[number].kind in BACKWARDS)
             if after and (link < 0 or timeline.costs.overlap):
@@ -71,7 +71,7 @@ def critical_numbers(timeline: Timeline) -> list[int]:
 
 
 def _free(timeline: Timeline, number: int) -> float:
-    """The time at which the device of the operation is free for the next one."""
+    """The time at which the device of the operation is free for the next operation."""
     _, after, link, _ = timeline.work.steps[number]
     if timeline.costs.overlap:
         return timeline.end[number]

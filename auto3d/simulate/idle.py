@@ -20,9 +20,10 @@ def idle(timeline: Timeline) -> list[float]:
 
 
 def idle_within(timeline: Timeline) -> list[float]:
-    """Per device, the idle time between the start of its first operation and the end of its last one.
+    """Per device, the idle time between the start of its first operation and the end of its last operation.
 
-    The zero-bubble papers count this way: the next iteration may begin on one device before this one ends on another.
+    The zero-bubble papers count this way: the next iteration may begin on one device before this iteration ends on
+    another.
     """
     idle_times = []
     for device, time in enumerate(busy(timeline)):

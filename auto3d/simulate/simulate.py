@@ -34,8 +34,8 @@ class Timeline:
     start: list[float]
     end: list[float]
     arrival: list[float]
-    """When the message has reached the next device; for an S: when its all-reduce has ended. Those of messages of
-    inputs come after those of all operations."""
+    """When the message has reached the next device; for an S: when its all-reduce has ended. Entries of messages of
+    inputs come after the entries of all operations."""
     spans: list[tuple[int, int]]  # (first, stop) of runs of operations of one device, in an order that could be run
 
     @property
@@ -70,7 +70,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     have arrived.
 
     - Messages from one device to another queue in the order in which they are sent. An operation on several
-      micro-batches sends each of them as soon as it is done; all have arrived when the last one has.
+      micro-batches sends each of them as soon as it is done; all have arrived when the last has.
     - The messages by which stage 0 sends inputs to other stages follow its activations, each on the link to its device.
     - If messages do not overlap compute, a message occupies its sender from the end of the operation that sends it. It
       occupies its receiver for the same time, from when the receiver comes to the operation that needs it, but not
@@ -183,7 +183,7 @@ def _run_independent(
 
 def _deadlock(work: DeviceWork, arrival: Sequence[float], position: Sequence[int]) -> str:
     numbered = work.numbered
-    sender = {each.number: number for number, messages in work.inputs.items() for each in messages}
+    sender = {message.number: number for number, messages in work.inputs.items() for message in messages}
     stuck = []
     for device, (number, stop) in enumerate(zip(position, numbered.bounds[1:], strict=True)):
         if number < stop:

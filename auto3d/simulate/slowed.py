@@ -139,7 +139,8 @@ class _SlowedRun:
     def _start_sum(self, device: int, number: int) -> None:
         """Run the S ``number``, whose end is known now: nothing slows it.
 
-        If it is the last one of its all-reduce, that begins as soon as the earlier ones of its devices have ended.
+        If it is the last S of its all-reduce, the all-reduce begins as soon as the earlier all-reduces of its devices
+        have ended.
         """
         duration, after, _, _ = self._steps[number]
         end = self.end[number] = self._free[device] = self._now + duration
@@ -147,17 +148,17 @@ class _SlowedRun:
         group = self._group_of.get(number, ())
         if group and min(map(self.arrival.__getitem__, group)) >= 0.0:
             over, time = max((self.arrival[member], self._steps[member][1]) for member in group)
-            for each in {bisect(self._work.numbered.bounds, member) - 1 for member in group}:
-                heappush(self._events, (max(self._now, over - time), each, -1, _SUM_BEGINS))
-                heappush(self._events, (over, each, -1, _SUM_ENDS))
+            for summing in {bisect(self._work.numbered.bounds, member) - 1 for member in group}:
+                heappush(self._events, (max(self._now, over - time), summing, -1, _SUM_BEGINS))
+                heappush(self._events, (over, summing, -1, _SUM_ENDS))
         self._go_on(device, number)
 
     def _go_on(self, device: int, number: int) -> None:
         """Plan what follows the operation ``number`` of ``device``, and what has waited for it elsewhere."""
         self.position[device] += 1
         sent = [message.number for message in self._work.inputs.get(number, ())]
-        for each in (number, *sent):
-            for woken in self._waiting.pop(each, ()):
+        for ended in (number, *sent):
+            for woken in self._waiting.pop(ended, ()):
                 self._next(woken)
         self._next(device)
 

@@ -105,9 +105,9 @@ def lay_out(schedule: Schedule, costs: Costs) -> DeviceWork:
         steps[number] = 0.0, 0.0, -1, 0.0
     inputs, waits = _inputs(schedule, costs, common, by_key) if any(costs.inputs) else ({}, common.waits)
     receive = [] if costs.overlap else _receives(common.bounds, steps, common.waits)
-    times = {each.number: each.time for messages in inputs.values() for each in messages}
+    times = {message.number: message.time for messages in inputs.values() for message in messages}
     for number, needed in enumerate(waits) if times and receive else ():
-        receive[number] += sum(times.get(each, 0.0) for each in needed)
+        receive[number] += sum(times.get(awaited, 0.0) for awaited in needed)
     return DeviceWork(numbered=common, steps=steps, inputs=inputs, waits=waits, links=by_key.links, receive=receive)
 
 
@@ -115,7 +115,7 @@ def _inputs(
     schedule: Schedule, costs: Costs, common: NumberedSchedule, steps: "_Steps"
 ) -> tuple[dict[int, list[InputMessage]], list[tuple[int, ...]]]:
     """The messages of inputs, and what each operation waits for with them."""
-    waits, found = list(common.waits), dict[int, list[InputMessage]]()
+    waits, messages = list(common.waits), dict[int, list[InputMessage]]()
     forwards = [n for n, operation in enumerate(common.operations) if operation.kind is Kind.FORWARD]
     readers = [number for number in forwards if common.operations[number].stage == 0]
     reader_of = {m: number for number in readers for m in common.operations[number].micro_batches}
@@ -130,12 +130,12 @@ def _inputs(
                 number_of[reader, stage] = number = len(common.operations) + len(number_of)
                 link, all_of_them = steps.links.setdefault((sender, device), len(steps.links)), count * time
                 message = InputMessage(number, stage, all_of_them, link, _lead(duration, all_of_them, count))
-                found.setdefault(reader, []).append(message)
+                messages.setdefault(reader, []).append(message)
     for number in forwards:
         operation = common.operations[number]
         used = dict.fromkeys((reader_of[m], operation.stage) for m in operation.micro_batches)
         waits[number] = (*waits[number], *(number_of[key] for key in used if key in number_of))
-    return found, waits
+    return messages, waits
 
 
 class _Steps(dict[_StepKey, Step]):
@@ -194,7 +194,7 @@ def _measured(operation: Operation, link: int, duration: float, after: float) ->
 def _lead(duration: float, messages: float, count: int) -> float:
     """The lead of an operation on ``count`` micro-batches, whose messages take so long together.
 
-    They go one after the other, each as soon as its micro-batch is done. All but the last one run while the operation
+    They go one after the other, each as soon as its micro-batch is done. All but the last run while the operation
     does, as far as they fit.
     """
     return (count - 1) / count * min(messages, duration) if count > 1 else 0.0

@@ -35,7 +35,7 @@ def anneal(
     penalty: float,
     reach: int,
 ) -> None:
-    """Change ``order`` in ``tries`` tries, from temperature ``hot`` to ``cold``, and fill ``best`` with the best one.
+    """Change ``order`` in ``tries`` tries, from temperature ``hot`` to ``cold``, and fill ``best`` with the best order.
 
     An operation moves by up to ``reach`` places on its device. In some tries, all operations of its kind and stage in a
     range of micro-batches move with it: that changes the steady state as a whole. Orders may exceed the memory on the

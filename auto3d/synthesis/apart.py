@@ -26,18 +26,18 @@ def optimum_apart(problem: Problem, *, seconds: float) -> Optimum | None:
         )
     except subprocess.SubprocessError:
         return None
-    found = pickle.loads(done.stdout)  # from our own process, through a pipe
-    if isinstance(found, InputError):
-        raise found
-    assert isinstance(found, Optimum)
-    return found
+    reply = pickle.loads(done.stdout)  # from our own process, through a pipe
+    if isinstance(reply, InputError):
+        raise reply
+    assert isinstance(reply, Optimum)
+    return reply
 
 
 def answer() -> None:
     """Main function of the process: solve the problem of standard input."""
     problem, seconds = pickle.load(sys.stdin.buffer)
     try:
-        found: Optimum | InputError = optimum(problem, seconds=seconds)
+        reply: Optimum | InputError = optimum(problem, seconds=seconds)
     except InputError as error:
-        found = error
-    sys.stdout.buffer.write(pickle.dumps(found))
+        reply = error
+    sys.stdout.buffer.write(pickle.dumps(reply))

@@ -240,9 +240,9 @@ def _memory_arcs(
 
     None if one micro-batch does not fit. Both stages are on one device and on the pipe of ``path``.
 
-    - B or I, ``base`` <= ``top``: otherwise the n-th one would run while m + 1 micro-batches are in flight on ``base``,
-      since their backwards on ``base`` follow it. All of them are also in flight on the earlier stages of the device,
-      and the n-th is in flight on all its stages up to ``top``. That does not fit.
+    - B or I, ``base`` <= ``top``: otherwise the n-th B or I would run while m + 1 micro-batches are in flight on
+      ``base``, since their backwards on ``base`` follow it. All of them are also in flight on the earlier stages of the
+      device, and the n-th is in flight on all its stages up to ``top``. That does not fit.
     - W, ``base`` = ``top``: otherwise m further micro-batches would each be in flight or deferred on the stage at the
       start of that F. That does not fit.
     """
@@ -266,9 +266,9 @@ def _memory_arcs(
                     return None
                 if room < below * base.count:
                     arcs.append(("G", top.stage, base.stage, floor(room / below)))
-            each = min(mine.held, mine.deferred)
-            if mine.weight and free - below < each * (base.count - 1):
-                arcs.append(("W", base.stage, base.stage, 1 + floor((free - below) / each)))
+            per_micro_batch = min(mine.held, mine.deferred)
+            if mine.weight and free - below < per_micro_batch * (base.count - 1):
+                arcs.append(("W", base.stage, base.stage, 1 + floor((free - below) / per_micro_batch)))
     return arcs
 
 
@@ -360,8 +360,8 @@ def _memory_bound(
 ) -> Bound:
     """The micro-batches in flight on several stages, which share the memory of their device.
 
-    Each is in flight at least for its round trip through the later stages. With weights for which those in flight never
-    weigh more than 1, round trips times weights are a one-machine problem, too.
+    A micro-batch is in flight at least for its round trip through the later stages. With weights for which the
+    micro-batches in flight never weigh more than 1, round trips times weights are a one-machine problem, too.
     """
     best = Bound(time=0.0, reason="")
     for weights in _weights(places, choices, free * (1 + TOLERANCE)) if free < inf else []:
@@ -389,19 +389,19 @@ def _weights(places: list[_Place], choices: dict[Key, Choice], free: float) -> l
         below[key[1]] += choices[key].held
         held[key] = below[key[1]]  # with the earlier stages of its pipe, on which the micro-batch is in flight, too
     weights = [{key: choices[key].held / free for key in keys}] if len(keys) > 1 and free else []
-    for one, two in combinations(keys, 2):
-        if one[1] == two[1] or not held[one] or not held[two]:
+    for here, there in combinations(keys, 2):
+        if here[1] == there[1] or not held[here] or not held[there]:
             continue
         corners: list[tuple[int, int]] = []
-        for first in range(floor(free / held[one]) + 1):
-            corner = first, floor((free - first * held[one]) / held[two])
+        for first in range(floor(free / held[here]) + 1):
+            corner = first, floor((free - first * held[here]) / held[there])
             while len(corners) > 1 and _above(corners[-2], corners[-1], corner):
                 corners.pop()
             corners.append(corner)
         for (x, y), (v, w) in pairwise(corners):
             area = v * y - x * w  # the line through both corners: (y - w) first + (v - x) second = area
             if area > 0 and y > w:
-                weights.append({one: (y - w) / area, two: (v - x) / area})
+                weights.append({here: (y - w) / area, there: (v - x) / area})
     return weights
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 
 from auto3d.errors import InputError
@@ -11,7 +12,7 @@ from auto3d.synthesis.bound import Bound, lower_bound
 from auto3d.synthesis.problem import Problem, peaks
 
 TOLERANCE = 1e-8  # relative; makespans and bounds are sums of floats
-OPERATIONS = 300  # micro-batches of all stages up to which the solver's bound exceeds the other one within seconds
+OPERATIONS = 300  # micro-batches of all stages up to which the solver's bound exceeds the fast bound within seconds
 SOLVER_SECONDS = 4.0  # time of the exact solver that commands give it
 
 
@@ -26,7 +27,7 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """The fraction by which the order is at most longer than the best possible one; below 0 after a departure."""
+        """The fraction by which the order is at most longer than the best possible order; below 0 after a departure."""
         if abs(self.makespan - self.lower_bound) <= TOLERANCE * self.lower_bound:
             return 0.0
         return self.makespan / self.lower_bound - 1 if self.lower_bound else inf
@@ -45,7 +46,7 @@ def certificate(problems: Sequence[Problem], schedule: Schedule, makespan: float
 
     ``schedule`` takes ``makespan`` in the first of them that has its stages and devices. If the fast bounds leave a gap
     and the problems are small, an exact solver tries to close it for up to ``seconds``. Raises InputError if
-    ``makespan`` is less than any order takes though ``schedule`` is one, or if no order fits the memory.
+    ``makespan`` is less than any order takes though ``schedule`` is an order, or if no order fits the memory.
     """
     bounds = [_bound(problem) for problem in problems]
     below = [number for number, bound in enumerate(bounds) if bound.time * (1 + TOLERANCE) < makespan]
@@ -70,7 +71,7 @@ def departure(problem: Problem, schedule: Schedule) -> str:
     splits: set[int] = set()
     joined: set[int] = set()
     forwards = dict.fromkeys(problem.device_of, 0)
-    for operation in (each for operations in schedule.operations for each in operations):
+    for operation in chain.from_iterable(schedule.operations):
         if len(operation.micro_batches) > 1 or schedule.parts > 1:
             return "its operations run several micro-batches or parts of one"
         if operation.kind is Kind.FORWARD:

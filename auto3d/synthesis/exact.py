@@ -3,9 +3,9 @@
 Micro-batches of a pipe are identical, so some optimal order runs every kind of operation of a stage in their ascending
 order. Proof by exchange: in any order, give the n-th F of each stage the n-th micro-batch, and likewise the n-th
 backward and W. Each operation keeps its time, and all that it needs is there: when the n-th F of a stage begins, the
-messages of n forwards of the stage before have arrived, hence those of the first n; the same holds for gradients, for
-the own forward of a backward and for the I of a W. An R goes to the first later backward that has none yet. At each
-moment every stage holds as many micro-batches in each state as before, so the memory stays the same.
+messages of n forwards of the stage before have arrived, hence the messages of the first n; the same holds for
+gradients, for the own forward of a backward and for the I of a W. An R goes to the first later backward that has none
+yet. At each moment every stage holds as many micro-batches in each state as before, so the memory stays the same.
 """
 
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ TOLERANCE = 1e-9
 class Optimum:
     """The best order of a problem within a solver's time, and what no order can be shorter than."""
 
-    schedule: Schedule | None  # with its syncs and updates; None if the time was over before there was one
-    time: float  # makespan of ``schedule`` as simulated; infinite without one
+    schedule: Schedule | None  # with its syncs and updates; None if the time was over before there was an order
+    time: float  # makespan of ``schedule`` as simulated; infinite without a schedule
     lower_bound: float
 
     @property
@@ -43,7 +43,7 @@ class Optimum:
 
 
 def optimum(problem: Problem, *, seconds: float) -> Optimum:
-    """The shortest order of ``problem``, or the best one and the best lower bound after ``seconds``.
+    """The shortest order of ``problem``, or the best order and the best lower bound after ``seconds``.
 
     Times become whole numbers of a common unit. If there is none, times and bytes are rounded down: the lower bound
     stays valid, but it can be up to about 1e-5 below the optimum, which is then not proven. Raises InputError if no
@@ -232,13 +232,13 @@ class _Orders:
                 for earlier, later in pairwise(queue):
                     self.model.add(earlier[2] <= later[1])
             for queue, another in combinations(queues, 2):
-                for one in queue:
-                    for two in another:
+                for message in queue:
+                    for rival in another:
                         first = self.model.new_bool_var("")
-                        self.model.add(one[0][1] <= two[0][0]).only_enforce_if(first)
-                        self.model.add(one[2] <= two[1]).only_enforce_if(first)
-                        self.model.add(two[0][1] <= one[0][0]).only_enforce_if(~first)
-                        self.model.add(two[2] <= one[1]).only_enforce_if(~first)
+                        self.model.add(message[0][1] <= rival[0][0]).only_enforce_if(first)
+                        self.model.add(message[2] <= rival[1]).only_enforce_if(first)
+                        self.model.add(rival[0][1] <= message[0][0]).only_enforce_if(~first)
+                        self.model.add(rival[2] <= message[1]).only_enforce_if(~first)
 
     def _limit_memory(self, device: int) -> None:
         free = self.problem.free[device]
@@ -302,11 +302,11 @@ class _Orders:
                 ends.append(mine)
             model.add_max_equality(last[stage], ends)
         before: dict[tuple[int, int], Any] = {}
-        for one, two in combinations(stages, 2):
-            before[one, two] = model.new_bool_var("")
-            before[two, one] = ~before[one, two]
-            model.add(last[one] <= last[two]).only_enforce_if(before[one, two])
-            model.add(last[two] <= last[one]).only_enforce_if(before[two, one])
+        for first, second in combinations(stages, 2):
+            before[first, second] = model.new_bool_var("")
+            before[second, first] = ~before[first, second]
+            model.add(last[first] <= last[second]).only_enforce_if(before[first, second])
+            model.add(last[second] <= last[first]).only_enforce_if(before[second, first])
         return {
             stage: end
             + self.units(costs.sync[stage])

@@ -66,19 +66,19 @@ def _longest_paths(graph: Pipe, floors: Heads | None) -> Heads:
     into: list[list[tuple[int, float, int]]] = [[] for _ in durations]
     for arc in graph.arcs:
         into[arc.after].append((arc.before, durations[arc.before] + arc.lag, arc.offset))
-    found: Heads = [[] for _ in durations]
+    earliest: Heads = [[] for _ in durations]
     for n in range(graph.micro_batches):
         for node, arcs in enumerate(into):
             at = graph.release[node] if floors is None else floors[node][n]
             if n:
-                at = max(at, found[node][-1] + durations[node])
+                at = max(at, earliest[node][-1] + durations[node])
             for before, gap, offset in arcs:
                 if n >= offset:
-                    time = found[before][n - offset] + gap
+                    time = earliest[before][n - offset] + gap
                     if time > at:
                         at = time
-            found[node].append(at)
-    return found
+            earliest[node].append(at)
+    return earliest
 
 
 def _machine_ends(graph: Pipe, known: Heads) -> Heads:

@@ -16,7 +16,7 @@ NO_LIMIT = 1e6
 class Policy(NamedTuple):
     """What a device runs next, if several operations are ready."""
 
-    priority: np.ndarray  # [4, Q] the operation with the largest one runs first
+    priority: np.ndarray  # [4, Q] the operation with the highest priority runs first
     limit: np.ndarray  # [Q] most micro-batches between the start of F and the end of B or I
     patience: np.ndarray  # [D] time that a device waits for an operation of higher priority whose message is on its way
 

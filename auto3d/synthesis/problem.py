@@ -14,13 +14,13 @@ class Problem:
     """What an order of operations is sought for: one iteration of ``micro_batches``, as short as possible.
 
     An order has, for each micro-batch and stage, F and then B, or F, I and W; a stage that recomputes may have R before
-    B or I, and otherwise recomputes inside them. Its time is that of ``auto3d.simulate.simulate`` at ``costs``, with
-    all syncs and updates at the end (``lazy``). On no device do activations ever exceed ``free``.
+    B or I, and otherwise recomputes inside them. Its time is the makespan of ``auto3d.simulate.simulate`` at ``costs``,
+    with all syncs and updates at the end (``lazy``). On no device do activations ever exceed ``free``.
 
     Bytes are of one micro-batch on one stage, in any unit:
 
     - ``activation``: from the start of F to the end of B or I; on a stage that recomputes, from the start of R instead,
-      or from that of the B or I that recomputes inside itself.
+      or from the start of the B or I that recomputes inside itself.
     - ``kept``: what a stage that recomputes holds from the start of F to that start.
     - ``deferred``: from the end of I to the end of W.
     """
@@ -79,7 +79,7 @@ class Problem:
 def peaks(problem: Problem, schedule: Schedule) -> list[float]:
     """Per device, the largest sum of activations that ``schedule`` holds at a time; see Problem."""
     inside = recomputed_inside(schedule)
-    found, number = [], 0
+    largest, number = [], 0
     for operations in schedule.operations:
         held = most = 0.0
         for operation in operations:
@@ -87,8 +87,8 @@ def peaks(problem: Problem, schedule: Schedule) -> list[float]:
             number += 1
             most = max(most, held + during)
             held += after
-        found.append(most)
-    return found
+        largest.append(most)
+    return largest
 
 
 def exceeds(problem: Problem, schedule: Schedule) -> list[bool]:

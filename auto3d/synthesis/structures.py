@@ -87,18 +87,18 @@ def structures(bare: BareProblem) -> list[Structure]:
     for schedule in _schedules(bare):
         if bare.stages % schedule.stages == 0 and placement_of(schedule) in bare.placements:
             groups.setdefault(tuple(sorted(schedule.device_of.items())), []).append(schedule)
-    found = []
+    usable = []
     for seeds in groups.values():
         problem = merged(bare, seeds[0])
         if problem is not None:
             partly = _recomputing_partly(problem, seeds) if bare.may_recompute else ()
-            found.append(Structure(placement=placement_of(seeds[0]), problem=problem, seeds=(*seeds, *partly)))
-    if not found:
+            usable.append(Structure(placement=placement_of(seeds[0]), problem=problem, seeds=(*seeds, *partly)))
+    if not usable:
         raise InputError(
             f"placements: none of {', '.join(sorted(bare.placements))} is possible with {bare.stages} stages on "
             f"{bare.devices} devices, or the weights do not fit their memory"
         )
-    return found
+    return usable
 
 
 def _recomputing_partly(problem: Problem, seeds: Sequence[Schedule]) -> Iterator[Schedule]:
@@ -202,28 +202,28 @@ class Solution:
 
 
 def solve(
-    found: Sequence[Structure],
+    allowed: Sequence[Structure],
     *,
     seconds: float,
     seed: int = 0,
     tell: Callable[[Structure, float], None] = lambda structure, least: None,
 ) -> Solution:
-    """The shortest order on any of ``found``, sought for ``seconds`` of processor time in all.
+    """The shortest order on any of ``allowed``, sought for ``seconds`` of processor time in all.
 
-    Each structure gets some of the time; the best ones then share the rest, but those whose lower bound is above the
-    best order so far. ``tell`` is called with each structure before its search, and with the least makespan so far.
-    Raises InputError if no order fits.
+    Each structure gets some of the time; the best structures then share the rest, but structures whose lower bound is
+    above the best order so far. ``tell`` is called with each structure before its search, and with the least makespan
+    so far. Raises InputError if no order fits.
     """
     bounds: dict[int, float] = {}
     solved: dict[int, Synthesis] = {}
     least = inf
     refusal: InputError | None = None
-    for number, structure in enumerate(found):
+    for number, structure in enumerate(allowed):
         tell(structure, least)
         try:
             bounds[number] = lower_bound(structure.problem).time
             solved[number] = synthesize(
-                structure.problem, seconds=FIRST_SHARE * seconds / len(found), seeds=structure.seeds, seed=seed
+                structure.problem, seconds=FIRST_SHARE * seconds / len(allowed), seeds=structure.seeds, seed=seed
             )
         except InputError as error:
             refusal = error
@@ -232,14 +232,14 @@ def solve(
     if not solved:
         assert refusal is not None
         raise refusal
-    open_ones = [number for number in solved if bounds[number] * (1 + TOLERANCE) < least]
-    for number in sorted(open_ones, key=lambda number: solved[number].makespan)[:LONGER]:
+    open_numbers = [number for number in solved if bounds[number] * (1 + TOLERANCE) < least]
+    for number in sorted(open_numbers, key=lambda number: solved[number].makespan)[:LONGER]:
         first = solved[number]
-        tell(found[number], min(each.makespan for each in solved.values()))
+        tell(allowed[number], min(synthesis.makespan for synthesis in solved.values()))
         again = synthesize(
-            found[number].problem,
-            seconds=(1 - FIRST_SHARE) * seconds / min(LONGER, len(open_ones)),
-            seeds=[*found[number].seeds, first.schedule],
+            allowed[number].problem,
+            seconds=(1 - FIRST_SHARE) * seconds / min(LONGER, len(open_numbers)),
+            seeds=[*allowed[number].seeds, first.schedule],
             seed=seed,
         )
         if again.makespan < first.makespan:
@@ -247,11 +247,11 @@ def solve(
                 again, begun_from=first.begun_from if again.begun_from == NAME else again.begun_from
             )
     best = min(solved, key=lambda number: solved[number].makespan)
-    by_rule = [rule for each in found if (rule := each.best_by_rule()) is not None]
+    by_rule = [rule for tried in allowed if (rule := tried.best_by_rule()) is not None]
     return Solution(
-        structure=found[best],
+        structure=allowed[best],
         synthesis=solved[best],
-        by_rule=min(by_rule, key=lambda each: each[0], default=None),
+        by_rule=min(by_rule, key=lambda pair: pair[0], default=None),
     )
 
 

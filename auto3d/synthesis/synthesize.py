@@ -68,7 +68,7 @@ def synthesize(problem: Problem, *, seconds: float, seeds: Sequence[Schedule] = 
     is found that fits the memory.
     """
     bound = lower_bound(problem).time * (1 + TOLERANCE)
-    best = min(_fitting(problem, seeds), key=lambda each: each.makespan, default=None)
+    best = min(_fitting(problem, seeds), key=lambda synthesis: synthesis.makespan, default=None)
     searches = 2 if problem.micro_batches * problem.stages <= SMALL else 1
     orders = chain.from_iterable(
         _OrderSearch(problem, seconds / searches, seeds, 2 * seed + number).orders() for number in range(searches)
@@ -126,9 +126,10 @@ class _OrderSearch:
         self._begin = thread_time()
 
     def orders(self) -> Iterator[_Order]:
-        """Orders of all micro-batches, better and better, until the time is over; the first one needs least memory."""
-        alone = [(each, codes) for each in self._choices() for codes in orders_of_one_at_a_time(self._all, each)]
-        yield from _best((self._order(self._all, each, codes, "policy") for each, codes in alone), 1)
+        """Orders of all micro-batches, better and better, until the time is over; the first order needs least
+        memory."""
+        alone = [(choice, codes) for choice in self._choices() for codes in orders_of_one_at_a_time(self._all, choice)]
+        yield from _best((self._order(self._all, choice, codes, "policy") for choice, codes in alone), 1)
         orders = self._with_changed_policies(_best([*self._by_policies(), *self._seeded()], ROUNDS[0]))
         yield from self._of_all(orders)
         if np.isfinite(self._all.free).any():
@@ -172,9 +173,9 @@ class _OrderSearch:
             pairs = product(_subsets(split), _subsets(recompute))
         else:
             pairs = product(((), tuple(split)), ((), tuple(recompute)))
-        found = [BackwardChoices(split=frozenset(some), recompute=frozenset(others)) for some, others in pairs]
+        choices = [BackwardChoices(split=frozenset(some), recompute=frozenset(others)) for some, others in pairs]
         read = [order_of_schedule(self._all, schedule) for schedule in self._seeds]
-        return list(dict.fromkeys([*(each[0] for each in read if each is not None), *found]))
+        return list(dict.fromkeys([*(parsed[0] for parsed in read if parsed is not None), *choices]))
 
     def _seeded(self) -> Iterator[_Order]:
         """The seeds as orders of few micro-batches."""
@@ -187,17 +188,17 @@ class _OrderSearch:
             if self._skipped:
                 tables, bounds, _ = self._space(self._all, choices)
                 fewer = resized(tables, codes, bounds, -self._skipped // self._all.pipes)
-            for each in fewer:
-                yield self._order(self._few, choices, each, schedule.name)
+            for resized_codes in fewer:
+                yield self._order(self._few, choices, resized_codes, schedule.name)
 
     def _by_policies(self) -> Iterator[_Order]:
         """Orders by the usual policies under all choices; under each choice, at least the leanest orders."""
         choices = self._choices()
-        alone = [(each, codes) for each in choices for codes in orders_of_one_at_a_time(self._few, each)]
-        for number, (each, codes) in enumerate(alone, 1):
-            order = self._order(self._few, each, codes, "policy")
+        alone = [(choice, codes) for choice in choices for codes in orders_of_one_at_a_time(self._few, choice)]
+        for number, (choice, codes) in enumerate(alone, 1):
+            order = self._order(self._few, choice, codes, "policy")
             yield self._annealed(self._few, order, POLICY_SHARE / 4 * number / len(alone))
-        pairs = [(each, policy) for each in choices for policy in usual_policies(self._space(self._few, each)[0])]
+        pairs = [(choice, policy) for choice in choices for policy in usual_policies(self._space(self._few, choice)[0])]
         for number in self._random.permutation(len(pairs)):
             if self._spent() > POLICY_SHARE / 2:
                 return
@@ -216,16 +217,16 @@ class _OrderSearch:
         """Orders by patterns with the choices of ``orders``, and with all backwards split."""
         split = BackwardChoices(split=self._all.may_split)
         choices = list(dict.fromkeys([split, *(order.choices for order in orders)]))[: 1 + PATTERN_CHOICES]
-        begin, runs = self._spent(), [each for each in choices for _ in range(PATTERN_RUNS)]
-        for number, each in enumerate(runs, 1):
-            tables, _, _ = self._space(self._few, each)
+        begin, runs = self._spent(), [choice for choice in choices for _ in range(PATTERN_RUNS)]
+        for number, choice in enumerate(runs, 1):
+            tables, _, _ = self._space(self._few, choice)
             started = thread_time()
             _, pattern = better_pattern(tables, first_pattern(tables), PATTERN_TIMED)
             try_s = (thread_time() - started) / PATTERN_TIMED
             left = (begin + PATTERN_SHARE * number / len(runs) - self._spent()) * self._seconds
             fits, pattern = better_pattern(tables, pattern, max(0, int(left / try_s)))
             if fits:
-                yield self._by_pattern(self._few, each, pattern)
+                yield self._by_pattern(self._few, choice, pattern)
 
     def _by_pattern(self, problem: Problem, choices: BackwardChoices, pattern: ModuloPattern) -> _Order:
         codes = order_by_pattern(self._space(problem, choices)[0], pattern)
@@ -286,8 +287,8 @@ class _OrderSearch:
         tables, bounds, room = self._space(problem, order.choices)
         mean = max(float((tables.duration * tables.exists).sum() / tables.exists.sum()), TINY)
         penalty = PENALTY * mean / max(float(tables.during.max()), TINY)
-        each = self._try_s.get(problem, 0.0)
-        tries = int((end - self._spent()) * self._seconds / each) if each else TIMED
+        try_s = self._try_s.get(problem, 0.0)
+        tries = int((end - self._spent()) * self._seconds / try_s) if try_s else TIMED
         if tries <= 0:
             return order
         best, begin = order.codes.copy(), thread_time()

@@ -58,7 +58,7 @@ def tables_of(problem: Problem, choices: BackwardChoices) -> Tables:
     pipe_stages = sorted(problem.device_of)
     number = {pipe_stage: index for index, pipe_stage in enumerate(pipe_stages)}
     size, costs = len(pipe_stages), problem.costs
-    device = np.array([problem.device_of[one] for one in pipe_stages], np.int32)
+    device = np.array([problem.device_of[pipe_stage] for pipe_stage in pipe_stages], np.int32)
     exists, duration = np.zeros((4, size), np.bool_), np.zeros((4, size))
     message, link = np.zeros((2, size)), np.full((2, size), -1, np.int32)
     during, later = np.zeros((4, size)), np.zeros((4, size))
@@ -159,7 +159,7 @@ def orders_of_one_at_a_time(problem: Problem, choices: BackwardChoices) -> Itera
     """Orders in which each micro-batch begins when the micro-batch before it has ended, which needs the least memory.
 
     The micro-batches of several pipes take turns, or all of one pipe come before all of the next; the first pipe
-    begins, or the last one.
+    begins, or the last pipe.
     """
     for pipes in sorted({tuple(range(problem.pipes)), tuple(reversed(range(problem.pipes)))}):
         grouped = [pipe for pipe in pipes for _ in range(problem.per_pipe[pipe])]
@@ -214,7 +214,7 @@ def order_of_schedule(problem: Problem, schedule: Schedule) -> tuple[BackwardCho
     pipe_stages = sorted(problem.device_of)
     number = {pipe_stage: index for index, pipe_stage in enumerate(pipe_stages)}
     size = len(pipe_stages)
-    split = frozenset(o.stage for each in schedule.operations for o in each if o.kind is Kind.BACKWARD_INPUT)
+    split = frozenset(o.stage for row in schedule.operations for o in row if o.kind is Kind.BACKWARD_INPUT)
     kinds = {
         Kind.FORWARD: FORWARD,
         Kind.BACKWARD: BACKWARD,

@@ -107,10 +107,10 @@ class _Search:
             if known not in self._transitions:
                 self._transitions[known] = self._transitions_of(operation, live.states)
             transitions = self._transitions[known]
-            found = costs.tobytes()
-            if found not in transitions.steps:
-                transitions.steps[found] = self._step(transitions, costs, states)
-            step = transitions.steps[found]
+            cost_bytes = costs.tobytes()
+            if cost_bytes not in transitions.steps:
+                transitions.steps[cost_bytes] = self._step(transitions, costs, states)
+            step = transitions.steps[cost_bytes]
             steps.append(step)
             key, live, costs = step.key, step.live, step.costs
             base += step.added
@@ -122,17 +122,17 @@ class _Search:
                 self._operand(self._loss), 0, WHOLE, PartlyConverted(0.0, (self._sets[state[place]],))
             )
         ]
-        total, conversions, last = min(finals, key=lambda each: each[0])
+        total, conversions, last = min(finals, key=lambda final: final[0])
         return self._derivation(total, [Converted(self._loss, a, b) for _, a, b in conversions], steps, last)
 
     def _step(self, transitions: StateTransitions, costs: np.ndarray, states: int) -> SearchStep:
         totals = np.minimum.reduceat(costs[transitions.sources] + transitions.costs, transitions.bounds[:-1])
         kept = self._kept(transitions, totals, states)
-        found = kept.tobytes()
-        if found not in transitions.kept:
+        kept_bytes = kept.tobytes()
+        if kept_bytes not in transitions.kept:
             live = LiveStates(transitions.values, tuple([transitions.states[number] for number in kept]))
-            transitions.kept[found] = self._keys[live], live
-        key, live = transitions.kept[found]
+            transitions.kept[kept_bytes] = self._keys[live], live
+        key, live = transitions.kept[kept_bytes]
         least = totals[kept].min()
         return SearchStep(
             transitions=transitions,
@@ -162,24 +162,24 @@ class _Search:
         if not after:
             raise self._impossible(operation)
         values = tuple(map(self._operand, operation.live))
-        found = [way for each in after.values() for way in each]
+        pairs = [way for group in after.values() for way in group]
         of_state = [place for place, value in enumerate(values) if value.is_state]
         weights = Numbers()
         return StateTransitions(
-            sources=np.array([source for source, _ in found]),
-            options=[option for _, option in found],
-            costs=np.array([float(option.cost) for _, option in found]),
-            bounds=np.cumsum([0, *(len(each) for each in after.values())]),
+            sources=np.array([source for source, _ in pairs]),
+            options=[option for _, option in pairs],
+            costs=np.array([float(option.cost) for _, option in pairs]),
+            bounds=np.cumsum([0, *(len(group) for group in after.values())]),
             states=list(after),
             debts=np.array([float(sum(map(self._debt, values, state))) for state in after]),
-            weights=[weights[tuple([each[place] for place in of_state])] for each in after],
+            weights=[weights[tuple([after_state[place] for place in of_state])] for after_state in after],
             values=values,
         )
 
     def _kept(self, transitions: StateTransitions, totals: np.ndarray, states: int) -> np.ndarray:
         """Numbers of the states that can still win, of which these are the costs ``totals``: at most ``states``.
 
-        A state cannot win if another one becomes like it by conversions and then costs no more. If too many are left,
+        A state cannot win if another state becomes like it by conversions and then costs no more. If too many are left,
         the states go on that cost the least with all partial values reduced: a row-parallel product costs nothing until
         its result is. At most a quarter of them agree in how weights are placed that are used again, for such a choice
         may pay off only at the end of the model.
@@ -286,22 +286,22 @@ class _Search:
         operation = ways.operation
         about = [self._operand(node, operation) for node in operation.operands]
         numbers = [operation.operands.index(node) for node in operation.call.operands]
-        found: dict[tuple[int, ...], RunOption] = {}
+        cheapest: dict[tuple[int, ...], RunOption] = {}
         for way in ways.ways:
             partway = [
                 PartlyConverted(self.costs.of_way(operation, way), tuple(self._sets[number] for number in placed))
             ]
             for number, need in zip(numbers, way.needs, strict=True):
                 partway = [
-                    extended for each in partway for extended in self._prepared(about[number], number, need, each)
+                    extended for prefix in partway for extended in self._prepared(about[number], number, need, prefix)
                 ]
             given = tuple(self._numbered(frozenset({way.gives[number]})) for number, _ in operation.needed)
-            for each in partway:
-                after = tuple(self._numbered(each.available[place]) for place in operation.staying) + given
-                cost = _units(each.cost)
-                if after not in found or cost < found[after].cost:
-                    found[after] = RunOption(cost, way, after, each.conversions, each.chosen)
-        return tuple(found.values())
+            for prefix in partway:
+                after = tuple(self._numbered(prefix.available[place]) for place in operation.staying) + given
+                cost = _units(prefix.cost)
+                if after not in cheapest or cost < cheapest[after].cost:
+                    cheapest[after] = RunOption(cost, way, after, prefix.conversions, prefix.chosen)
+        return tuple(cheapest.values())
 
     def _prepared(
         self, operand: Operand, number: int, need: TensorPlacement, partway: PartlyConverted
@@ -336,7 +336,7 @@ class _Search:
             return [(0.0, ())]
         if operand.is_written or (operand.is_weight and need.split is not None):
             return []
-        found = []
+        chains = []
         for source in available:
             if source.kind is PlacementKind.SPLIT and operand.is_state:
                 continue
@@ -345,8 +345,8 @@ class _Search:
                 if len(set(path)) == len(path) and not available.intersection(through):
                     costs = [self.costs.of_conversion(operand, a, b) for a, b in pairwise(path)]
                     if None not in costs:
-                        found.append((sum(cost for cost in costs if cost is not None), path))
-        return found
+                        chains.append((sum(cost for cost in costs if cost is not None), path))
+        return chains
 
     def _impossible(self, operation: ProgramOperation) -> _DeadEndError | ImpossibleSplitError:
         """The error if no way to run ``operation`` remains: state that is split does not fit it."""
@@ -358,5 +358,5 @@ class _Search:
             split = self._pinned.get(node.name)
             if split is not None:
                 return ImpossibleSplitError(self._name_of[node.name], split, operation.call.operator)
-            nodes += (each for each in node.all_input_nodes if each not in nodes)
+            nodes += (maker for maker in node.all_input_nodes if maker not in nodes)
         raise AssertionError("whole operands are always possible")

@@ -94,9 +94,9 @@ def _pieces(
             yield _piece(view)
             continue
         added = [
-            parameters[one.name]
-            for one in user.args
-            if isinstance(one, fx.Node) and one.name in parameters and one.meta["val"].shape == (features,)
+            parameters[arg.name]
+            for arg in user.args
+            if isinstance(arg, fx.Node) and arg.name in parameters and arg.meta["val"].shape == (features,)
         ]
         if view.dim() and view.stride(-1) == 1 and view.shape[-1] == features:
             biases.update(dict.fromkeys(added if _name(user) == "add" else []))

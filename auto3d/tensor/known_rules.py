@@ -1,7 +1,7 @@
 """Rules for splitting weights: the words of a rule, and the rules that are known for models of transformers.
 
 A rule has a pattern of module names, in which ``*`` stands for any part of a name, and one of the words. Of several
-rules that match a module the last one counts.
+rules that match a module the last rule counts.
 """
 
 RULES_KEY = "tensor_parallel"  # key of a recipe's model that has its rules, in errors

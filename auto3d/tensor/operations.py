@@ -1,7 +1,7 @@
 """The operations of a captured program, with all that holds at every degree of tensor parallelism.
 
-Layers repeat, so most operations are like an earlier one. Operations that are alike have equal numbers, by which their
-rules, their ways to run and the steps of the search for placements are found again.
+Layers repeat, so most operations are like an earlier operation. Operations that are alike have equal numbers, by which
+their rules, their ways to run and the steps of the search for placements are found again.
 """
 
 from collections.abc import Hashable, Mapping, Sequence, Set
@@ -90,8 +90,8 @@ def analysed_calls(
     tables = {node for node in program.find_nodes(op="placeholder") if node.name in state and _is_table(node)}
     from_state: set[fx.Node] = set()
     weights = []
-    for each in ruled:
-        call, is_product = each.call, each.rule.product
+    for ruled_call in ruled:
+        call, is_product = ruled_call.call, ruled_call.rule.product
         from_state.update(operand for operand in call.operands if operand.name in state)
         if len(call.operands) == 1 and call.operands[0] in from_state and not is_product:
             from_state.update(call.result_nodes)
@@ -118,7 +118,7 @@ def analysed_calls(
         last_use.update(dict.fromkeys(call.operands, number))
     last_use.update({node: len(calls) for node in program.nodes if node.name == loss})
     live: tuple[fx.Node, ...] = ()
-    found = []
+    operations = []
     for number, call in enumerate(calls):
         operands = tuple(dict.fromkeys(call.operands))
         results = tuple([(call.number_of(node), node) for node in call.result_nodes])
@@ -144,7 +144,7 @@ def analysed_calls(
             operands.index(written_to) if written_to else -1,
         ]
         use = uses[kind, staying, tuple([(n, value(node)) for n, node in needed])]
-        found.append(
+        operations.append(
             ProgramOperation(
                 call=call,
                 rule=ruled[number].rule,
@@ -163,7 +163,7 @@ def analysed_calls(
             )
         )
     return AnalysedProgram(
-        operations=tuple(found),
+        operations=tuple(operations),
         state=state,
         from_state=from_state,
         tables=tables,
@@ -185,13 +185,13 @@ def ruled_calls(calls: Sequence[Call]) -> list[RuledCall]:
     """``calls`` with their rules; a rule is asked once for calls that are alike."""
     numbers = Numbers()
     rules: list[Rule] = []
-    found = []
+    ruled = []
     for call in calls:
         number = numbers[call.alike]
         if number == len(rules):
             rules.append(rule_of(call))
-        found.append(RuledCall(call=call, rule=rules[number], number=number))
-    return found
+        ruled.append(RuledCall(call=call, rule=rules[number], number=number))
+    return ruled
 
 
 def calls_of(program: fx.Graph, copies: Mapping[str, str] | None = None) -> list[Call]:
@@ -215,11 +215,11 @@ def has_gradient(node: fx.Node) -> bool:
 
 def made_from_inputs(program: fx.Graph, state: Set[str]) -> set[fx.Node]:
     """The inputs of ``program``, which are its placeholders apart from ``state``, and all that depends on them."""
-    found: set[fx.Node] = set()
+    dependent: set[fx.Node] = set()
     for node in program.nodes:
-        if (node.op == "placeholder" and node.name not in state) or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if (node.op == "placeholder" and node.name not in state) or not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+    return dependent
 
 
 def _is_table(node: fx.Node) -> bool:

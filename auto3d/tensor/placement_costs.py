@@ -31,7 +31,7 @@ class Operand:
     dims: int
     gradient: bool
     is_state: bool
-    is_weight: bool  # weight of a product: a slice of a whole one will not do, since each rank would hold the whole
+    is_weight: bool  # weight of a product: a slice of a whole weight will not do, since each rank would hold the whole
     is_written: bool  # in place, so an operation must get the state itself, never a converted copy
     is_pinned: bool  # to the Split that follows, or to none
     pinned: Split | None
@@ -43,7 +43,7 @@ class PlacementCosts:
     def __init__(self, captured: CapturedModel, share: Share) -> None:
         exported = captured.exported
         self._share, self._shards = share, share.tp
-        # Copied state is summed once per iteration; with few micro-batches that costs as much as a collective in each.
+        # Copied state is summed once per iteration. With few micro-batches, that costs as much as a sum in each pass.
         self._sync = 1e-3 if share.sequence_parallel else 1.0
         self._samples = exported.micro_batch_size
         self._of_samples = analysed(captured).of_samples
@@ -113,7 +113,7 @@ class PlacementCosts:
             count = self._per_sample(labels, labels.meta["val"].numel())
             cost += 6 * whole_share * count * logits.meta["val"].element_size()
         if operation.rule.product and any(has_gradient(node) for node in call.result_nodes):
-            weights = [number for number, each in enumerate(call.operands) if each in operation.weights]
+            weights = [number for number, operand in enumerate(call.operands) if operand in operation.weights]
             is_split = any(need.split is not None for need in way.needs)
             if not is_split or any(way.needs[number].kind is not PlacementKind.SPLIT for number in weights):
                 flops = self.flops(operation)

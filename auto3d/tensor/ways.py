@@ -82,7 +82,7 @@ class _Ways:
             self._possible[node] = (() if split is None else (split,)) if is_pinned else wanted.get(node, ())
             number_of[node] = numbers[is_pinned, self._possible[node]]
         known: dict[tuple, tuple[int, tuple[Way, ...], list[tuple[tuple[Split, ...], int]]]] = {}
-        found = []
+        operations = []
         for operation in self._program.operations:
             alike = operation.kind, *[number_of.get(node, _NONE) for node in operation.operands]
             if alike not in known:
@@ -93,8 +93,8 @@ class _Ways:
             for (_, node), (splits, number_of_splits) in zip(operation.results, given, strict=True):
                 self._possible[node] = splits
                 number_of[node] = number_of_splits
-            found.append(OperationWays(operation=operation, ways=ways, number=number))
-        return tuple(found)
+            operations.append(OperationWays(operation=operation, ways=ways, number=number))
+        return tuple(operations)
 
     def of_operation(self, operation: ProgramOperation, possible: Mapping[fx.Node, Iterable[Split]]) -> tuple[Way, ...]:
         self._possible = {node: tuple(splits) for node, splits in possible.items()}
@@ -125,7 +125,7 @@ class _Ways:
             yield Way(copied, tuple(COPIED if gradient else WHOLE for gradient in results))
         for together in rule.linear:
             if all(has_gradient(call.operands[number]) for number in together):
-                needs = tuple(PARTIAL if number in together else each for number, each in enumerate(copied))
+                needs = tuple(PARTIAL if number in together else placement for number, placement in enumerate(copied))
                 yield Way(needs, (PARTIAL,) * len(results))
         for axis in rule.axes:
             for blocks in self._blocks_along(operation, axis):
@@ -135,8 +135,8 @@ class _Ways:
         if rule.carry is not None:
             for split in self._possible.get(call.operands[0], ()):
                 carried = rule.carry(split)
-                if carried is not None and all(_carried(split, each, self._shards) for each in carried):
-                    gives = tuple(_split(each) for each in carried)
+                if carried is not None and all(_carried(split, result, self._shards) for result in carried):
+                    gives = tuple(_split(result) for result in carried)
                     for others in (
                         copied[1:],
                         gives * (len(copied) - 1),
@@ -151,7 +151,7 @@ class _Ways:
         value = operation.call.node.meta["val"]
         if isinstance(value, torch.Tensor):
             return [value.requires_grad]
-        gradients = [isinstance(each, torch.Tensor) and each.requires_grad for each in value]
+        gradients = [isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in value]
         for number, node in operation.results:
             gradients[number] = has_gradient(node)
         return gradients
@@ -161,7 +161,7 @@ class _Ways:
         call = operation.call
         first = next(number for number, dim in enumerate(axis.operands) if dim is not None)
         size = call.shapes[first][axis.operands[first] or 0]
-        found: dict[tuple[int, ...], None] = {}
+        distinct: dict[tuple[int, ...], None] = {}
         for number, dim in enumerate(axis.operands):
             operand = call.operands[number]
             is_free = operand.name in self._program.state and operand.name not in self._pinned
@@ -171,8 +171,8 @@ class _Ways:
                 if split.dim == dim:
                     blocks = scaled(split.blocks, call.shapes[number][dim], size)
                     if blocks is not None:
-                        found.setdefault(blocks)
-        return list(found)[:_MOST]
+                        distinct.setdefault(blocks)
+        return list(distinct)[:_MOST]
 
     def _decides(self, operation: ProgramOperation) -> bool:
         """Whether ``operation`` may decide how its state is split: a product, or a view of a weight."""
@@ -217,7 +217,7 @@ class _Ways:
         return Way(tuple(filter(None, needs)), tuple(filter(None, gives)))
 
     def _joined(self, call: Call, along: int) -> Iterator[Way]:
-        each = [
+        by_operand = [
             [
                 split
                 for split in self._possible.get(operand, ())
@@ -225,9 +225,9 @@ class _Ways:
             ]
             for operand in call.operands
         ]
-        if all(each):
-            blocks = tuple(block for splits in each for block in splits[0].blocks)
-            yield Way(tuple(_split(splits[0]) for splits in each), (_split(Split(along, blocks)),))
+        if all(by_operand):
+            blocks = tuple(block for splits in by_operand for block in splits[0].blocks)
+            yield Way(tuple(_split(splits[0]) for splits in by_operand), (_split(Split(along, blocks)),))
 
 
 class _Wanted:
@@ -268,7 +268,7 @@ class _Wanted:
         known = number, wish_number
         if known not in self._extended:
             splits, wish = self._splits[number], self._wishes[wish_number]
-            of_dim = sum(each.dim == wish.split.dim for each in splits)
+            of_dim = sum(split.dim == wish.split.dim for split in splits)
             is_new = wish.split not in splits and of_dim < (1 if wish.if_none else _MOST)
             self._extended[known] = self._numbered((*splits, wish.split)) if is_new else number
         return self._extended[known]

@@ -79,7 +79,7 @@ def weight_splits(
     """
     uses = list(weight_uses(captured))
     _check_patterns(rules, uses)
-    found: dict[str, tuple[Split, WeightUse]] = {}
+    ruled: dict[str, tuple[Split, WeightUse]] = {}
     whole: set[str] = set()
     by_user: set[str] = set()
     impossible: dict[str, str] = {}
@@ -95,7 +95,7 @@ def weight_splits(
         try:
             splits = _splits(captured, use, word, shards)
             for name, split in splits.items():
-                other = found.setdefault(name, (split, use))
+                other = ruled.setdefault(name, (split, use))
                 if other[0] != split:
                     raise _refused(
                         f"{use} and {other[1]} share {name}, but their rules split it differently; give them rules "
@@ -106,7 +106,7 @@ def weight_splits(
             if is_users:
                 raise
             impossible[use.weight] = error.problem
-    splits = {name: split for name, (split, _) in sorted(found.items()) if name not in impossible or name in by_user}
+    splits = {name: split for name, (split, _) in sorted(ruled.items()) if name not in impossible or name in by_user}
     pinned = splits | dict.fromkeys(sorted(whole))
     return RuledSplits(pinned=pinned, by_user=frozenset(by_user), impossible=impossible)
 

@@ -31,14 +31,14 @@ class FusedStages:
 
     def of(self, run: StageRun) -> StageMemory:
         tables, operations, dropped, divisor = self._parts(run)
-        found = [fused_stage_memory(one, operations, dropped, blockwise=self._blockwise) for one in tables]
-        return mean_of_slices([one.divided(divisor) for one in found])
+        slices = [fused_stage_memory(table, operations, dropped, blockwise=self._blockwise) for table in tables]
+        return mean_of_slices([memory.divided(divisor) for memory in slices])
 
     def tensors(self, run: StageRun) -> Iterator[StageTensor]:
         tables, operations, dropped, divisor = self._parts(run)
-        for each in tables:
-            found = fused_stage_tensors(each, operations, dropped, blockwise=self._blockwise)
-            yield from (replace(one, bytes=one.bytes / divisor) for one in found)
+        for table in tables:
+            tensors = fused_stage_tensors(table, operations, dropped, blockwise=self._blockwise)
+            yield from (replace(tensor, bytes=tensor.bytes / divisor) for tensor in tensors)
 
     def _parts(self, run: StageRun) -> tuple[list[WorkTables], tuple[Span, ...], tuple[Span, ...], int]:
         """The tables of each share; the operations of the stage, and those that run again; the divisor of bytes."""

@@ -24,7 +24,7 @@ class MomentCounts:
     def __init__(self, moments: Sequence[Moment]) -> None:
         self.moments = moments
         self.keys = [moment.key for moment in moments]
-        self.counts = np.array([[*chain.from_iterable(one.counts)] for one in moments], dtype=float)
+        self.counts = np.array([[*chain.from_iterable(moment.counts)] for moment in moments], dtype=float)
         self.distinct = list(dict.fromkeys(self.keys))
         self.key_of = np.array([self.distinct.index(key) for key in self.keys])
 
@@ -48,7 +48,7 @@ class DeviceNeeds:
     per_count: np.ndarray  # [stages × counts], bytes
     weights: DeviceWeights
     local: frozenset[int]  # stages whose received values are tensors of another stage of the device
-    split: frozenset[int]  # stages with weight halves; a B of one runs both halves, one after the other
+    split: frozenset[int]  # stages with weight halves; a B of such a stage runs both, one after the other
 
     @property
     def idle(self) -> float:
@@ -59,24 +59,24 @@ class DeviceNeeds:
         kind, stage, recomputed, makes_gradients, _ = key
         if kind is Kind.UPDATE:
             return Peak(size=self.weights.update, position=-1)
-        found = self.stages.get(stage)
-        if found is None or kind is Kind.SYNC:
+        memory = self.stages.get(stage)
+        if memory is None or kind is Kind.SYNC:
             return Peak(size=0.0, position=-1)
         if kind is Kind.FORWARD:
-            return found.forward
+            return memory.forward
         if kind is Kind.RECOMPUTE:
-            return found.recompute
+            return memory.recompute
         makes_gradients &= self.weights.private
-        half = found.weight_half.size + (found.private if makes_gradients else 0.0)
+        half = memory.weight_half.size + (memory.private if makes_gradients else 0.0)
         if kind is Kind.BACKWARD_WEIGHT:
-            return replace(found.weight_half, size=half)
-        peak = found.first_backward if makes_gradients else found.backward
+            return replace(memory.weight_half, size=half)
+        peak = memory.first_backward if makes_gradients else memory.backward
         if recomputed:
-            peak = found.after_recompute
+            peak = memory.after_recompute
         if kind is Kind.BACKWARD and stage in self.split:
-            half = half + found.deferred - (found.in_flight + (found.recomputed if recomputed else 0.0))
+            half = half + memory.deferred - (memory.in_flight + (memory.recomputed if recomputed else 0.0))
             if half > peak.size:
-                return replace(found.weight_half, size=half)
+                return replace(memory.weight_half, size=half)
         return peak
 
     def quiet(self) -> np.ndarray:

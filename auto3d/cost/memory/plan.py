@@ -140,33 +140,33 @@ class PlanMemory:
         """
         needs = self._device(plan, device)
         moment = needs.moments.moments[int(needs.totals().argmax())]
-        found = [HeldTensor(name="context and libraries", kind="reserve", bytes=needs.constant["reserve"], count=1)]
+        tensors = [HeldTensor(name="context and libraries", kind="reserve", bytes=needs.constant["reserve"], count=1)]
         runs = [self._run(plan, number, plan.stages[number]) for number in needs.stages]
         unmade = frozenset[int]()
         for number, run, held, row in zip(needs.stages, runs, moment.counts, needs.per_count.tolist(), strict=True):
-            for one in self._bytes.tensors(run):
-                if not (one.is_received and number in needs.local):
-                    many = getattr(held, one.count) / len(run.shares)
-                    found.append(HeldTensor(name=one.name, kind=one.kind, bytes=one.bytes, count=many))
+            for tensor in self._bytes.tensors(run):
+                if not (tensor.is_received and number in needs.local):
+                    many = getattr(held, tensor.count) / len(run.shares)
+                    tensors.append(HeldTensor(name=tensor.name, kind=tensor.kind, bytes=tensor.bytes, count=many))
             for field, name in _MESSAGES.items():
                 size, many = row[getattr(COLUMN, field)], getattr(held, field)
-                found.append(HeldTensor(name=name, kind="messages", bytes=size, count=many))
+                tensors.append(HeldTensor(name=name, kind="messages", bytes=size, count=many))
             if needs.weights.private and needs.stages[number].private and not held.gradients:
                 unmade |= self._bytes.private(run, share_of(plan))
         older = [held.older for held in moment.counts]
-        found += self._weights.tensors(runs, share_of(plan), older=older, unmade=unmade, shards=needs.weights.shards)
+        tensors += self._weights.tensors(runs, share_of(plan), older=older, unmade=unmade, shards=needs.weights.shards)
         if moment.summing:
-            found.append(HeldTensor(name="sums of gradients", kind="messages", bytes=needs.weights.summed, count=1))
+            tensors.append(HeldTensor(name="sums of gradients", kind="messages", bytes=needs.weights.summed, count=1))
         working = needs.peak_of(moment.key)
         name = self._operation(plan, working.position) or "the update"
-        found.append(HeldTensor(name=name, kind="working", bytes=working.size, count=1))
+        tensors.append(HeldTensor(name=name, kind="working", bytes=working.size, count=1))
         counts: dict[tuple[str, str, float], float] = {}
-        for each in found:
-            if each.total:
-                key = each.name, each.kind, each.bytes
-                counts[key] = counts.get(key, 0) + each.count
+        for held_tensor in tensors:
+            if held_tensor.total:
+                key = held_tensor.name, held_tensor.kind, held_tensor.bytes
+                counts[key] = counts.get(key, 0) + held_tensor.count
         listed = [HeldTensor(name=key[0], kind=key[1], bytes=key[2], count=many) for key, many in counts.items()]
-        return tuple(sorted(listed, key=lambda each: each.total, reverse=True)[:count])
+        return tuple(sorted(listed, key=lambda held_tensor: held_tensor.total, reverse=True)[:count])
 
     def over_time(self, plan: Plan, timeline: Timeline, devices: Sequence[int]) -> list[BytesOverTime]:
         """The bytes that each of ``devices`` holds over ``timeline``, a simulation of the schedule of ``plan``.
@@ -187,8 +187,8 @@ class PlanMemory:
         entries = dict.fromkeys(ENTRIES, 0.0) | needs.constant
         held = Counts(*(needs.per_count * np.array(moment.counts)).sum(axis=0).tolist())
         inputs = sum(
-            counts.in_flight * (one.inputs - (one.received if number in needs.local else 0.0))
-            for counts, (number, one) in zip(moment.counts, needs.stages.items(), strict=True)
+            counts.in_flight * (stage.inputs - (stage.received if number in needs.local else 0.0))
+            for counts, (number, stage) in zip(moment.counts, needs.stages.items(), strict=True)
         )
         messages = sum(getattr(held, name) for name in _MESSAGES)
         entries["inputs"] += inputs
@@ -223,7 +223,7 @@ class PlanMemory:
         if 0 not in here:
             return {number: (tables.inputs(operations), 0.0) for number, operations in here.items()}
         own = here[0]
-        elsewhere = without(((0, len(tables.work)),), sorted(span for each in here.values() for span in each))
+        elsewhere = without(((0, len(tables.work)),), sorted(span for spans in here.values() for span in spans))
         of_others = {number: (tables.inputs(operations, own), 0.0) for number, operations in here.items()}
         return of_others | {0: (0.0, tables.inputs(elsewhere, own))}
 
@@ -243,7 +243,7 @@ class PlanMemory:
             stages = {number: plan.stages[number] for number in numbers}
         here = [number for number in numbers if number in stages]
         samples, shares = self._samples(plan), shares_of(plan)
-        found = {
+        memory_of = {
             n: self._stage(StageRun(stages[n], samples, shares, n in shape.recompute, n in shape.split)) for n in here
         }
         held = self._weights.of(
@@ -260,35 +260,35 @@ class PlanMemory:
             tables = self._work.tables(samples, share_of(plan))
             reserve += training.workspace_bytes * any(tables.products(stages[number].operations) for number in here)
         constant = {"reserve": reserve, **held.constant}
-        made = sum(each.private for each in found.values()) if held.private else 0.0
+        made = sum(memory.private for memory in memory_of.values()) if held.private else 0.0
         constant["gradients"] = max(0.0, constant["gradients"] - made)
         # What a stage of the same device sends is the same tensor on both sides.
-        local = {number for number in follow if number in found and number - 1 in found}
-        local = {number for number in local if found[number - 1].sent_beside == 0}
+        local = {number for number in follow if number in memory_of and number - 1 in memory_of}
+        local = {number for number in local if memory_of[number - 1].sent_beside == 0}
         inputs = dict.fromkeys(here, (0.0, 0.0))
         if read_once := self._reads_once(plan, shape):
             inputs = self._inputs_for_others(plan, {number: stages[number].operations for number in here})
         per_count = np.zeros((len(numbers), len(COLUMN)))
-        for (number, one), version in zip(found.items(), held.versions, strict=True):
+        for (number, memory), version in zip(memory_of.items(), held.versions, strict=True):
             of_message, of_all = inputs[number]
             per_count[numbers.index(number)] = Counts(
-                in_flight=one.in_flight - (one.received if number in local else 0.0),
-                recomputed=one.recomputed,
-                deferred=one.deferred,
-                slice_gradients=one.slice_gradient,
-                gradients=one.private if held.private else 0.0,
+                in_flight=memory.in_flight - (memory.received if number in local else 0.0),
+                recomputed=memory.recomputed,
+                deferred=memory.deferred,
+                slice_gradients=memory.slice_gradient,
+                gradients=memory.private if held.private else 0.0,
                 older=version,
-                posted=one.received,
-                posted_gradients=one.sent_gradient,
-                sent=one.sent_beside,
-                sent_gradients=one.received_gradient,
+                posted=memory.received,
+                posted_gradients=memory.sent_gradient,
+                sent=memory.sent_beside,
+                sent_gradients=memory.received_gradient,
                 posted_inputs=of_message,
                 sent_inputs=of_all,
             )
         return DeviceNeeds(
             moments=highest_counts(shape, device, read_once),
             constant=constant,
-            stages=found,
+            stages=memory_of,
             per_count=per_count,
             weights=held,
             local=frozenset(local),

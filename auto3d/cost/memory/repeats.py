@@ -34,11 +34,11 @@ class Repeats:
 def find_repeats(tensors: Tensors) -> tuple[Repeats, ...]:
     """The repeated ranges of operations, of which no two overlap; the longest first."""
     columns = _columns(tensors)
-    found = [one for distance in _distances(tensors) for one in _repeated_after(tensors, columns, distance)]
+    ranges = [repeats for distance in _distances(tensors) for repeats in _repeated_after(tensors, columns, distance)]
     kept: list[Repeats] = []
-    for one in sorted(found, key=lambda one: (one.first - one.last, one.period)):
-        if all(one.last <= other.first or other.last <= one.first for other in kept):
-            kept.append(one)
+    for repeats in sorted(ranges, key=lambda repeats: (repeats.first - repeats.last, repeats.period)):
+        if all(repeats.last <= other.first or other.last <= repeats.first for other in kept):
+            kept.append(repeats)
     return tuple(kept)
 
 
@@ -49,20 +49,20 @@ def _distances(tensors: Tensors) -> list[int]:
         shapes.setdefault(position, []).append(tensors.shapes[number])
     last: dict[tuple[tuple[int, ...], ...], int] = {}
     counts = Counter[int]()
-    for position, each in shapes.items():
-        if (before := last.get(tuple(each))) is not None:
+    for position, parameter_shapes in shapes.items():
+        if (before := last.get(tuple(parameter_shapes))) is not None:
             counts[position - before] += 1
-        last[tuple(each)] = position
+        last[tuple(parameter_shapes)] = position
     return [distance for distance, count in counts.most_common(_MOST_DISTANCES) if count > 1]
 
 
 def _repeated_after(tensors: Tensors, columns: np.ndarray, period: int) -> list[Repeats]:
     """The ranges in which each operation is the same as the operation ``period`` later."""
-    found: list[Repeats] = []
+    ranges: list[Repeats] = []
     for home, stop in _runs((columns[:, :-period] == columns[:, period:]).all(axis=0), least=period):
         for begin, end in _runs(_same_makes(tensors, period, home, stop), home, least=period):
-            found += _same_rows(tensors, period, begin, end)
-    return found
+            ranges += _same_rows(tensors, period, begin, end)
+    return ranges
 
 
 def _columns(tensors: Tensors) -> np.ndarray:
@@ -138,18 +138,18 @@ def _same_rows(tensors: Tensors, period: int, home: int, stop: int) -> list[Repe
     )
     numbers = {shape: number for number, shape in enumerate(dict.fromkeys(tensors.shapes))}
     shapes = np.array([numbers[shape] for shape in tensors.shapes], dtype=int)
-    columns = (each[tensors.state_of] for each in (tensors.gradient, tensors.low_gradient, shapes))
-    compare(tensors.state_at, *((each, each) for each in (*columns, tensors.state_deferred)))
+    columns = (column[tensors.state_of] for column in (tensors.gradient, tensors.low_gradient, shapes))
+    compare(tensors.state_at, *((column, column) for column in (*columns, tensors.state_deferred)))
     several, none = np.isin(tensors.state_of, list(tensors.several)), np.zeros(len(tensors.state_of), dtype=bool)
     compare(tensors.state_at, (several, none), (none, several))  # no parameter that other operations use, too
-    found = []
+    ranges = []
     for begin, end in _runs(same, first, least=period):  # at least two periods, so that each operation is compared
         reads, _ = _entries(tensors.read_at, begin, end, period)
         members = np.union1d(np.arange(own_value, np.searchsorted(tensors.value_maker, end)), tensors.read_of[reads])
         if _is_bijection(tensors.value_class[members], tensors.value_class[values_later(members)]):
             memories = int(own_later - own)
-            found.append(Repeats(first=begin, last=end + period, period=period, own=int(own), memories=memories))
-    return found
+            ranges.append(Repeats(first=begin, last=end + period, period=period, own=int(own), memories=memories))
+    return ranges
 
 
 def _entries(at: np.ndarray, first: int, stop: int, period: int) -> tuple[slice, slice]:

@@ -1,8 +1,8 @@
 """The bytes of one run of operations during its forward and its backward, for one micro-batch.
 
 The forward frees a value after its last use unless autograd saves it or a later run takes it. The backward goes from
-the last operation to the first: at each, what earlier operations saved is alive, and the gradients of the values that
-earlier operations made and later ones used. Autograd frees what an operation saved after its backward.
+the last operation to the first: at each operation, what earlier operations saved is alive, and the gradients of the
+values that earlier operations made and later ones used. Autograd frees what an operation saved after its backward.
 """
 
 from collections.abc import Sequence
@@ -95,8 +95,8 @@ def segment_of(
     # A part of a memory has gaps between its elements: the receiver takes it as it comes.
     is_whole = view_sizes == tensors.size[used]
     laid_out = (views >= 0) & (places.of(views) < 0) & (first_save[used] < length) & is_whole
-    each_once = np.unique(views[laid_out], return_index=True)[1]
-    copies = used[laid_out][each_once], view_sizes[laid_out][each_once]
+    first_rows = np.unique(views[laid_out], return_index=True)[1]
+    copies = used[laid_out][first_rows], view_sizes[laid_out][first_rows]
     copied = float(copies[1].sum())
     views, used_later = tensors.use_view[tensors.views], places.of(tensors.use_at[tensors.views]) < 0
     sent = (places.of(views) >= 0) & used_later
@@ -153,7 +153,7 @@ def segment_of(
     exist = np.cumsum(_add(made_at, whole[private], length)[::-1])[::-1] if length else own
     growing = np.concatenate([exist[1:], [0.0]]) if length else exist
     earlier = frozenset(np.flatnonzero(inside)[is_earlier].tolist())
-    found = RunBytes(
+    run_bytes = RunBytes(
         taken=frozenset(np.flatnonzero((last_use >= 0) & ~inside).tolist()),
         given=frozenset(np.flatnonzero(is_given).tolist()),
         earlier=earlier,
@@ -169,7 +169,7 @@ def segment_of(
         private=float(whole[private].sum()),
         slice_gradient=float(tensors.slice_gradient[places.positions].sum()),
     )
-    return found, RunTensors(
+    return run_bytes, RunTensors(
         positions=places.positions,
         extra=tensors.extra[places.positions],
         earlier=earlier,
@@ -257,9 +257,9 @@ def _last(numbers: np.ndarray, at: np.ndarray, count: int) -> np.ndarray:
 
     Numbers 1, 0, 1 at places 3, 4, 6, of 3 numbers: 4, 6, -1.
     """
-    found = np.full(count, -1)
-    found[numbers] = at
-    return found
+    last = np.full(count, -1)
+    last[numbers] = at
+    return last
 
 
 def _add(places: np.ndarray, sizes: np.ndarray, length: int) -> np.ndarray:

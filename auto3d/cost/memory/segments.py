@@ -26,17 +26,17 @@ class Segments:
 
         None if they do not lie in one range.
         """
-        for one in self._repeats:
-            if spans and one.first <= spans[0][0] and spans[-1][1] <= one.last:
-                return one, (spans[0][0] - one.first) // one.period
+        for repeats in self._repeats:
+            if spans and repeats.first <= spans[0][0] and spans[-1][1] <= repeats.last:
+                return repeats, (spans[0][0] - repeats.first) // repeats.period
         return None
 
     def of(self, spans: Sequence[Span], *, shared: frozenset[int], split: bool) -> RunBytes:
         """The bytes of the operations in ``spans``, as ``segment_of`` counts them."""
-        found = self.repeat_of(spans)
-        if found is None:
+        repeated = self.repeat_of(spans)
+        if repeated is None:
             return self._count(tuple(spans), shared, split)
-        repeats, periods = found
+        repeats, periods = repeated
         here = self._count(earlier(spans, by := periods * repeats.period), frozenset(), split)
         return here.later(by, periods * repeats.memories, repeats.own) if periods else here
 
@@ -63,9 +63,9 @@ class Segments:
     def _first_save(self) -> np.ndarray:
         """Position of the first operation that saves each memory; behind the last operation if none does."""
         tensors = self.tensors
-        found = np.full(len(tensors.size), tensors.count)
-        found[tensors.save_of[::-1]] = tensors.save_at[::-1]
-        return found
+        first = np.full(len(tensors.size), tensors.count)
+        first[tensors.save_of[::-1]] = tensors.save_at[::-1]
+        return first
 
     @cached_property
     def _several(self) -> dict[int, list[int]]:
@@ -75,5 +75,5 @@ class Segments:
 
 
 def earlier(spans: Sequence[Span], by: int) -> tuple[Span, ...]:
-    """``spans``, each so many operations earlier."""
+    """``spans``, ``by`` operations earlier."""
     return tuple((first - by, last - by) for first, last in spans)

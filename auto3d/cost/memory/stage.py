@@ -59,12 +59,12 @@ def mean_of_slices(slices: Sequence[StageMemory]) -> StageMemory:
     """
     if len(slices) == 1:
         return slices[0]
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for field in fields(StageMemory):
-        values = [getattr(one, field.name) for one in slices]
+        values = [getattr(memory, field.name) for memory in slices]
         is_peak = isinstance(values[0], Peak)
-        found[field.name] = max(values, key=lambda peak: peak.size) if is_peak else sum(values) / len(values)
-    return StageMemory(**found)
+        merged[field.name] = max(values, key=lambda peak: peak.size) if is_peak else sum(values) / len(values)
+    return StageMemory(**merged)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +86,8 @@ def stage_runs(segments: Segments, operations: Sequence[Span], dropped: Sequence
         for is_kept, spans in runs_of(operations, dropped)
     ]
     whole = runs[0][1] if len(runs) == 1 else segments.of(operations, shared=shared, split=split)
-    kept_gives = frozenset[int]().union(*(one.given for is_kept, one in runs if is_kept))
-    taken = frozenset[int]().union(*(one.taken for _, one in runs))
+    kept_gives = frozenset[int]().union(*(run.given for is_kept, run in runs if is_kept))
+    taken = frozenset[int]().union(*(run.taken for _, run in runs))
     received = frozenset(
         number for number in whole.taken if tensors.maker[number] >= 0 and not tensors.repeated[number]
     )
@@ -103,7 +103,7 @@ def stage_memory(
     backwards have a weight half.
     """
     of_stage = stage_runs(segments, operations, dropped, split=split)
-    found, whole, received = of_stage.runs, of_stage.whole, of_stage.received
+    runs, whole, received = of_stage.runs, of_stage.whole, of_stage.received
     tensors = segments.tensors
     size = tensors.size
 
@@ -115,43 +115,43 @@ def stage_memory(
     if block is not None and dropped:
         inner = segments.of((block,), shared=segments.used_outside(operations), split=split)
 
-    def earlier(one: RunBytes) -> float:
+    def earlier(run: RunBytes) -> float:
         """Bytes that the stage keeps of the recomputed run for later slices, beside inputs."""
-        return total(one.earlier - of_stage.inputs)
+        return total(run.earlier - of_stage.inputs)
 
-    held = inputs + sum(one.saved if is_kept else earlier(one) for is_kept, one in found)
-    again = [one for is_kept, one in found if not is_kept] if inner is None else [inner]
-    recomputed = sum(one.saved - earlier(one) for one in again)
+    held = inputs + sum(run.saved if is_kept else earlier(run) for is_kept, run in runs)
+    again = [run for is_kept, run in runs if not is_kept] if inner is None else [inner]
+    recomputed = sum(run.saved - earlier(run) for run in again)
 
     forward = _Highest()
     before = inputs
-    for is_kept, one in found:
-        peak = one.forward if is_kept else one.dropping
+    for is_kept, run in runs:
+        peak = run.forward if is_kept else run.dropping
         forward.add(before, peak)
-        before += one.saved if is_kept else earlier(one)
+        before += run.saved if is_kept else earlier(run)
     given_gradients = _differentiable(tensors, whole.given)
     backward, first, late = _Highest(), _Highest(), _Highest()
     before, all_saved, made = held, held + recomputed, 0.0
-    for is_kept, one in reversed(found):
-        run = one if is_kept or inner is None else inner
+    for is_kept, run in reversed(runs):
+        repeated = run if is_kept or inner is None else inner
         if is_kept:
-            before -= one.saved
+            before -= run.saved
         else:
-            backward.add(before + given_gradients, run.again)
-            first.add(before + given_gradients + made, run.again)
-            before -= earlier(run)
-        all_saved -= run.saved
-        backward.add(before, run.backward)
-        first.add(before + made, run.first_backward)
-        late.add(all_saved, run.backward)
-        made += one.private
+            backward.add(before + given_gradients, repeated.again)
+            first.add(before + given_gradients + made, repeated.again)
+            before -= earlier(repeated)
+        all_saved -= repeated.saved
+        backward.add(before, repeated.backward)
+        first.add(before + made, repeated.first_backward)
+        late.add(all_saved, repeated.backward)
+        made += run.private
     recompute = _Highest()
     before = held
-    for is_kept, one in found:
+    for is_kept, run in runs:
         if not is_kept:
-            recompute.add(before, one.again)
-            before += one.saved - earlier(one)
-    last_kept = found[-1][0]
+            recompute.add(before, run.again)
+            before += run.saved - earlier(run)
+    last_kept = runs[-1][0]
     return StageMemory(
         in_flight=held,
         inputs=inputs,
@@ -188,7 +188,7 @@ class _Highest:
 
 
 def _differentiable(tensors: Tensors, memories: frozenset[int]) -> float:
-    """Bytes of the gradients of ``memories``, as far as they have one."""
+    """Bytes of the gradients of ``memories``, as far as they have gradients."""
     return float(sum(tensors.size[number] for number in memories if number in tensors.with_gradient))
 
 

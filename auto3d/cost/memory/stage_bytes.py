@@ -33,7 +33,7 @@ class StageBytes(Protocol):
     """What a training system holds of a stage."""
 
     gradient_copies: float  # bytes per parameter of gradients beside the accumulated gradients
-    in_whole: bool  # whether positions of peaks always count the operations of the whole Graph, as those of slices do
+    in_whole: bool  # whether positions of peaks always count the operations of the whole Graph, as for slices
 
     def of(self, run: StageRun) -> StageMemory:
         """The memory of a stage for a micro-batch or, if it has several shares, for the mean of them."""
@@ -75,11 +75,11 @@ class OwnStages:
         self._memory = lru_cache(KEPT)(stage_memory)
 
     def of(self, run: StageRun) -> StageMemory:
-        found = [self._of_share(run, share) for share in run.shares]
-        if len(found) > 1:
+        slices = [self._of_share(run, share) for share in run.shares]
+        if len(slices) > 1:
             every = (self._work.tables(run.samples, share).work.tensors for share in run.shares)
-            found = [one.moved(tensors.whole_position) for one, tensors in zip(found, every, strict=True)]
-        return mean_of_slices(found)
+            slices = [memory.moved(tensors.whole_position) for memory, tensors in zip(slices, every, strict=True)]
+        return mean_of_slices(slices)
 
     def _of_share(self, run: StageRun, share: Share) -> StageMemory:
         here = self._parts(run, share)
@@ -87,27 +87,27 @@ class OwnStages:
         by = 0 if repeat is None else repeat[0].period * repeat[1]
         block = None if here.block is None else (here.block[0] - by, here.block[1] - by)
         spans = earlier(here.operations, by), earlier(here.dropped, by)
-        found = self._memory(here.segments, *spans, split=run.split, block=block)
+        memory = self._memory(here.segments, *spans, split=run.split, block=block)
         if by:
-            found = found.moved(lambda position: position + by)
+            memory = memory.moved(lambda position: position + by)
         if block is not None:
-            inputs = max(0.0, here.block_inputs - found.received)
-            found = replace(found, in_flight=found.in_flight + inputs, inputs=found.inputs + inputs)
-        return found.divided(here.divisor)
+            inputs = max(0.0, here.block_inputs - memory.received)
+            memory = replace(memory, in_flight=memory.in_flight + inputs, inputs=memory.inputs + inputs)
+        return memory.divided(here.divisor)
 
     def tensors(self, run: StageRun) -> Iterator[StageTensor]:
         for here in (self._parts(run, share) for share in run.shares):
-            found = stage_tensors(here.segments, here.operations, here.dropped, split=run.split, block=here.block)
-            yield from (replace(one, bytes=one.bytes / here.divisor) for one in found)
+            tensors = stage_tensors(here.segments, here.operations, here.dropped, split=run.split, block=here.block)
+            yield from (replace(tensor, bytes=tensor.bytes / here.divisor) for tensor in tensors)
             if here.block is not None:
                 size = max(0.0, here.block_inputs - self.of(run).received * here.divisor) / here.divisor
                 yield StageTensor(count="in_flight", kind="inputs", name="inputs of recomputed blocks", bytes=size)
 
     def private(self, run: StageRun, share: Share) -> frozenset[int]:
-        here, found = self._parts(run, share), set[int]()
+        here, parameters = self._parts(run, share), set[int]()
         for _, spans in runs_of(here.operations, here.dropped):
-            found |= set(parameters_in(here.segments.tensors, spans)) - here.segments.used_outside(spans)
-        return frozenset(found)
+            parameters |= set(parameters_in(here.segments.tensors, spans)) - here.segments.used_outside(spans)
+        return frozenset(parameters)
 
     def saved_from(self, run: StageRun, kept_from: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         if self._blockwise or len(run.stage.operations) > 1:
@@ -116,9 +116,9 @@ class OwnStages:
         for here in (self._parts(run, share) for share in run.shares):
             (span,), begins = here.operations, here.segments.tensors.begins
             places = kept_from if begins is None else begins[kept_from]
-            found = here.segments.saved_from(span) / here.divisor / len(run.shares)
-            saved += found[places - span[0]]
-            every += float(found[0])
+            bytes_from = here.segments.saved_from(span) / here.divisor / len(run.shares)
+            saved += bytes_from[places - span[0]]
+            every += float(bytes_from[0])
         return saved, every - saved
 
     def _parts(self, run: StageRun, share: Share) -> _Parts:

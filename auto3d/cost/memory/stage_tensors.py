@@ -73,8 +73,8 @@ def fused_stage_tensors(
     if dropped and blockwise:
         inputs = max(0.0, tables.block_inputs(dropped) - received)
         yield _activation("in_flight", "inputs of recomputed blocks", inputs)
-        one = tables.saved(dropped) / max(1, tables.blocks_of(operations))
-        yield _activation("recomputed", "activations of one recomputed block", one)
+        block_bytes = tables.saved(dropped) / max(1, tables.blocks_of(operations))
+        yield _activation("recomputed", "activations of one recomputed block", block_bytes)
     elif dropped:
         for position in _positions(dropped):
             yield _activation("recomputed", f"saved by {_operation(tables, position)}", work.saved[position])

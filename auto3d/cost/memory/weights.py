@@ -58,27 +58,28 @@ class WeightBytes:
         sum_is_split: bool,
         asynchronous: bool,
     ) -> DeviceWeights:
-        """The weights of a device with ``stages``, (operations, replicas) of each; as many as ``holders`` ranks hold
-        the weights of a stage, among which the sum of the gradients, and so the optimizer's state, may be split."""
+        """The weights of a device with ``stages``, (operations, replicas) of each stage; as many as ``holders`` ranks
+        hold the weights of a stage, among which the sum of the gradients, and so the optimizer's state, may be
+        split."""
         training = self._training
         states = [self._state(samples, operations, replicas, shares) for operations, replicas in stages]
         every, replicas = tuple(span for operations, _ in stages for span in operations), stages[0][1]
         elements = self._work.tables(self._work.slice_of(samples, replicas)[0], share).parameters(every)
         shards = holders if sum_is_split else 1
-        own = sum(each.elements for each in states)
+        own = sum(state.elements for state in states)
         once = elements / own if own else 1.0  # parameters that several stages of the device share count once
-        moments = once * sum(each.optimizer for each in states)
+        moments = once * sum(state.optimizer for state in states)
         if training.state_elements is not None and own != elements:  # they depend on shapes
             moments = self._state(samples, every, replicas, shares).optimizer
-        update = max((each.update for each in states), default=0.0)
+        update = max((state.update for state in states), default=0.0)
         if shards > 1:
             update = training.update_copies[0] * elements * training.sync_bytes / shards
         summed = training.sums_have_copies and shards > 1
         return DeviceWeights(
-            versions=tuple(each.elements * training.weight_bytes + each.copies for each in states),
+            versions=tuple(state.elements * training.weight_bytes + state.copies for state in states),
             constant={
-                "weights": elements * training.weight_bytes + sum(each.fixed for each in states),
-                "copies": sum(each.copies for each in states),
+                "weights": elements * training.weight_bytes + sum(state.fixed for state in states),
+                "copies": sum(state.copies for state in states),
                 "gradients": elements * self._gradient_bytes,
                 "optimizer": (moments + training.master_bytes * elements) / shards,
             },
@@ -91,7 +92,7 @@ class WeightBytes:
     def _count_state(
         self, samples: int, operations: tuple[Span, ...], replicas: int, shares: tuple[Share, ...]
     ) -> StageState:
-        """The state of a stage, whose ``shares`` have the same; each holds what it computes once, such as masks."""
+        """The state of a stage, the same for all ``shares``; each share holds what it computes once, such as masks."""
         samples, _ = self._work.slice_of(samples, replicas)
         tables, *others = (self._work.tables(samples, share) for share in shares)
         tensors = tables.work.tensors
@@ -107,7 +108,7 @@ class WeightBytes:
         return StageState(
             elements=elements,
             optimizer=optimizer,
-            fixed=max(0.0, tables.fixed(operations) - copies) + sum(each.held_once(operations) for each in others),
+            fixed=max(0.0, tables.fixed(operations) - copies) + sum(other.held_once(operations) for other in others),
             copies=copies,
             update=max(of_this * size + of_the_last * before for before, size in pairwise(sizes)),
         )
@@ -115,26 +116,26 @@ class WeightBytes:
     def tensors(
         self, runs: Sequence[StageRun], share: Share, *, older: Sequence[int], unmade: frozenset[int], shards: int
     ) -> Iterator[HeldTensor]:
-        """The weights of the stages of ``runs``, tensor by tensor. ``share`` is that of their ranks in a micro-batch,
-        ``older`` has the number of each stage's older versions, and ``unmade`` the parameters without gradients;
-        ``shards`` ranks share the state of the optimizer."""
+        """The weights of the stages of ``runs``, tensor by tensor. ``share`` is the share of their ranks in a
+        micro-batch, ``older`` has the number of each stage's older versions, and ``unmade`` the parameters without
+        gradients; ``shards`` ranks share the state of the optimizer."""
         training = self._training
         for (stage, samples, shares, *_), versions in zip(runs, older, strict=True):
             fixed = self._state(samples, stage.operations, stage.replicas, shares).fixed
             yield HeldTensor(name="frozen weights, buffers and constants", kind="weights", bytes=fixed, count=1)
             size, _ = self._work.slice_of(samples, stage.replicas)
-            for one in parameters_of(self._work.tables(size, share), stage.operations):
-                version = one.elements * training.weight_bytes + one.low
-                yield HeldTensor(name=one.name, kind="copies", bytes=one.low, count=1)
-                yield HeldTensor(name=one.name, kind="versions", bytes=version, count=versions)
+            for weight in parameters_of(self._work.tables(size, share), stage.operations):
+                version = weight.elements * training.weight_bytes + weight.low
+                yield HeldTensor(name=weight.name, kind="copies", bytes=weight.low, count=1)
+                yield HeldTensor(name=weight.name, kind="versions", bytes=version, count=versions)
         here = tuple(span for run in runs for span in run.stage.operations)
         size, _ = self._work.slice_of(runs[0].samples, runs[0].stage.replicas)
-        for one in parameters_of(self._work.tables(size, share), here):
-            gradient = self._gradient_bytes * one.elements - (one.gradient if one.number in unmade else 0.0)
-            moments = training.moments * one.elements
+        for weight in parameters_of(self._work.tables(size, share), here):
+            gradient = self._gradient_bytes * weight.elements - (weight.gradient if weight.number in unmade else 0.0)
+            moments = training.moments * weight.elements
             if training.state_elements is not None:
-                moments = training.state_elements(one.name, one.shape)
-            state = 4 * moments + training.master_bytes * one.elements
-            yield HeldTensor(name=one.name, kind="weights", bytes=training.weight_bytes * one.elements, count=1)
-            yield HeldTensor(name=one.name, kind="gradients", bytes=gradient, count=1)
-            yield HeldTensor(name=one.name, kind="optimizer", bytes=state, count=1 / shards)
+                moments = training.state_elements(weight.name, weight.shape)
+            state = 4 * moments + training.master_bytes * weight.elements
+            yield HeldTensor(name=weight.name, kind="weights", bytes=training.weight_bytes * weight.elements, count=1)
+            yield HeldTensor(name=weight.name, kind="gradients", bytes=gradient, count=1)
+            yield HeldTensor(name=weight.name, kind="optimizer", bytes=state, count=1 / shards)

@@ -2,7 +2,7 @@
 
 It begins at the cut with the smallest largest stage, simulates it, finds the master stage, and moves blocks away from
 it: to later stages as far as these stay faster than the master, and to the stages before and after it. Every cut that
-this leads to is simulated, and the fastest one counts. The search is the one that its authors ship in Merak: 2D
+this leads to is simulated, and the fastest cut counts. The search is as its authors ship it in Merak: 2D
 micro-batches, messages that take no time, and backwards that take three times as long as forwards.
 
 Beside it, the paper slices the first micro-batches of the warm-up; that is a matter of the schedule, and is not in
@@ -27,7 +27,7 @@ Bounds = tuple[int, ...]  # numbers of the blocks between which stages begin and
 def choose_stages(problem: StageProblem) -> tuple[StagePlan, ...]:
     """The stages that are fastest by the planner's simulation; raises PartitionError where there are too few blocks.
 
-    All stages recompute what the first one does: the planner knows 1F1B alone.
+    All stages recompute what the first stage does: the planner knows 1F1B alone.
     """
     before = problem.before[0]
     check_enough(before, problem.stages)
@@ -52,17 +52,17 @@ class AutopipePlanner:
 
     def fastest(self, stages: int) -> Bounds:
         first = self.balanced(len(self.before) - 1, stages)
-        waiting, seen, found = deque([first]), {first}, []
+        waiting, seen, timed = deque([first]), {first}, []
         while waiting:
             bounds = waiting.popleft()
             time, master = self.simulated(bounds)
-            found.append((time, bounds))
-            found += [(self.simulated(one)[0], one) for one in self.lighter_after(bounds, master)]
-            for one in self.moved(bounds, master):
-                if one not in seen:
-                    seen.add(one)
-                    waiting.append(one)
-        return min(found, key=lambda one: one[0])[1]
+            timed.append((time, bounds))
+            timed += [(self.simulated(lighter)[0], lighter) for lighter in self.lighter_after(bounds, master)]
+            for neighbour in self.moved(bounds, master):
+                if neighbour not in seen:
+                    seen.add(neighbour)
+                    waiting.append(neighbour)
+        return min(timed, key=lambda timing: timing[0])[1]
 
     def balanced(self, blocks: int, stages: int) -> Bounds:
         """The smallest largest stage of the first ``blocks``; of several such cuts, the cut with the latest stages."""

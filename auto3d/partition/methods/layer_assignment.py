@@ -2,8 +2,8 @@
 
 It minimises objective (4): (M - 1) max t + sum t + sum c, for M micro-batches, stage times t, each with what its stage
 recomputes, and message times c between neighbouring stages. AMP's algorithm tries every possible value of the maximum.
-This one keeps, for each number of stages and each position, the assignments that no other beats in both the maximum and
-the rest. Both are exact.
+This algorithm keeps, for each number of stages and each position, the assignments that no other beats in both the
+maximum and the rest. Both are exact.
 """
 
 from bisect import bisect_left
@@ -80,7 +80,7 @@ def shortest_pipeline(
             elif starts and repeated * (before[place] - before[starts[-1]]) / speed + whole > bound:
                 break  # later places are too far from every start
         best = reached
-    winner: _Assignment | None = min(best[last], key=lambda one: repeated * one[0] + one[1])
+    winner: _Assignment | None = min(best[last], key=lambda complete: repeated * complete[0] + complete[1])
     bounds = []
     while winner is not None:
         _, _, place, winner = winner
@@ -92,7 +92,7 @@ _shortest_pipeline = lru_cache(4096)(shortest_pipeline)  # a search asks for the
 
 
 def _unbeaten(assignments: list[_Assignment]) -> list[_Assignment]:
-    """The assignments that no other one equals or beats in both figures."""
+    """The assignments that no other assignment equals or beats in both figures."""
     kept: list[_Assignment] = []
     for assignment in sorted(assignments, key=itemgetter(0, 1)):
         if not kept or assignment[1] < kept[-1][1]:

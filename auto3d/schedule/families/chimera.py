@@ -31,14 +31,14 @@ def chimera(
     Pipe 2i starts at device i D/f and goes down; pipe 2i + 1 is its mirror image. ``scale`` selects how scheduling
     units are joined if N is more than D:
 
-    - ``direct``: units of D micro-batches, each of which begins in the drain of the previous one. With two pipes and
+    - ``direct``: units of D micro-batches, each of which begins in the drain of the previous unit. With two pipes and
       N = KD, each device idles (D - 2)(F + K(B - F)).
-    - ``doubling``: units of 2D micro-batches. A forward takes two micro-batches and a backward one: first the backwards
-      of the first micro-batch of every pair, then those of the second, as in figure 7(c). If D or fewer micro-batches
-      remain at the end, they form a direct unit. With two pipes, N = 2kD and 2F <= B <= 3F, each device idles
-      (D - 2)(F + B)/2 + (k - 1)(D - 2)(B - 2F).
+    - ``doubling``: units of 2D micro-batches. A forward takes two micro-batches and a backward takes one: first the
+      backwards of the first micro-batch of every pair, then the backwards of the second, as in figure 7(c). If D or
+      fewer micro-batches remain at the end, they form a direct unit. With two pipes, N = 2kD and 2F <= B <= 3F, each
+      device idles (D - 2)(F + B)/2 + (k - 1)(D - 2)(B - 2F).
     - ``halving``: the order of doubling, with each micro-batch in two parts: a forward takes both parts, a backward
-      one.
+      takes one part.
 
     Figure 7(d) removes half of the bubbles at the start, but the paper does not say how to do so for any D. Here the
     first pairs of each pipe run as single forwards, so that the first micro-batch arrives early; see ``_single_pairs``.
@@ -101,11 +101,11 @@ def _placement(devices: int, pipes: int) -> dict[tuple[int, int], int]:
 
 def _groups(numbers: range, pipes: int, *, doubled: bool, parts: int) -> list[list[tuple[int, ...]]]:
     """Per pipe, the micro-batches of each forward; micro-batches are divided among the pipes as evenly as possible."""
-    each, remainder = divmod(len(numbers) // parts, pipes)
+    per_pipe, remainder = divmod(len(numbers) // parts, pipes)
     groups: list[list[tuple[int, ...]]] = []
     taken = 0
     for pipe in range(pipes):
-        of_pipe = numbers[taken : taken + (each + (pipe < remainder)) * parts]
+        of_pipe = numbers[taken : taken + (per_pipe + (pipe < remainder)) * parts]
         taken += len(of_pipe)
         size = 2 if doubled else 1
         groups.append([tuple(of_pipe[i : i + size]) for i in range(0, len(of_pipe), size)])
@@ -115,9 +115,9 @@ def _groups(numbers: range, pipes: int, *, doubled: bool, parts: int) -> list[li
 def _single_pairs(devices: int, pipes: int) -> int:
     """The number of pairs of each pipe that run as single forwards in the first doubled unit: all but the last pair.
 
-    The middle device is D/(2f) - 1 hops from the first one. For each hop it starts two forwards later if forwards are
-    doubled, and one if they are single. Half as many single pairs reach the closed form if B = 2F. This number reaches
-    it up to B = 3F, that is with recomputation too.
+    The middle device is D/(2f) - 1 hops from the first device. For each hop it starts two forwards later if forwards
+    are doubled, and one forward later if they are single. Half as many single pairs reach the closed form if B = 2F.
+    This number reaches it up to B = 3F, that is with recomputation too.
     """
     return devices // pipes - 1
 

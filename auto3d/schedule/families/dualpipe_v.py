@@ -20,7 +20,7 @@ def dualpipe_v(*, devices: int, micro_batches: int, sync: str = "lazy") -> Sched
     DualPipe overlaps the forward and the backward of a pair. Here they are two operations, one after the other. Only
     some backwards are split: as many as fill the waits at the start and at the end.
 
-    The paper requires 2D micro-batches or more. With fewer, the order is that of 2D with the surplus ones left out. On
+    The paper requires 2D micro-batches or more. With fewer, the order of 2D applies, without the surplus. On
     every device up to D + 1/2 micro-batches are in flight; DualPipe's table counts chunks, 2D + 1 on D devices. If
     F = I = W and N >= 2D, each device idles (D - 1)/2 forwards.
     """

@@ -8,9 +8,9 @@ from auto3d.schedule.sync import place_syncs
 
 
 def gems(*, devices: int, micro_batches: int, recompute: str = "none", sync: str = "lazy") -> Schedule:
-    """GEMS. Micro-batches take the two pipes in turn; the forward of one follows the backward of the previous one.
+    """GEMS. Micro-batches take the two pipes in turn; each forward follows the previous micro-batch's backward.
 
-    Two micro-batches are in flight, but no device holds the activations of more than one. Each device idles
+    Two micro-batches are in flight, but no device holds the activations of both. Each device idles
     (N + 1)(D - 1)F if B = F and (2N + 1)(D - 1)F if B = 2F, for every N. (Chimera's table 2 gives the limit.)
     """
     if devices < 2:

@@ -23,11 +23,11 @@ def interleaved(
 
     A device runs ``group`` micro-batches on each of its stages in turn: D of them, or from D to N as Megatron-LM's
     ``microbatch_group_size_per_vp_stage``; 0 stands for D. Each device idles (D - 1)(F + B)/v if no group is smaller
-    than D. Larger groups hold more activations, and the first device receives group - D messages of the last one ahead:
-    so much time is there to send them.
+    than D. Larger groups hold more activations, and the first device receives group - D messages of the last device
+    ahead: so much time is there to send them.
 
-    Megatron-LM refuses a last group of fewer than D micro-batches. Here the order is then that of D of them, with the
-    surplus micro-batches left out.
+    Megatron-LM refuses a last group of fewer than D micro-batches. Here such a group has the order of D micro-batches,
+    without the surplus.
 
     The last ``fewer`` devices hold one stage less. Then the order is that without ``fewer``, with those stages left
     out. It takes no longer, for stages that take as long.

@@ -14,9 +14,9 @@ def pipedream_2bw(
     """PipeDream-2BW: one update per iteration, delayed by one: W(t + 1) = W(t) - v * gradient at W(t - 1), on all
     stages.
 
-    Two versions are enough if no stage begins an iteration before its update for the iteration before the previous one.
-    The paper requires N >= D. N = D - 1 is enough, since the first stage is never more than D - 1 forwards ahead of its
-    backwards.
+    Two versions are enough if no stage begins an iteration before its update for the iteration before the previous
+    iteration. The paper requires N >= D. N = D - 1 is enough, since the first stage is never more than D - 1 forwards
+    ahead of its backwards.
     """
     if micro_batches < devices - 1:
         raise InputError(

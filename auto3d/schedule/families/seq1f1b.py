@@ -19,9 +19,9 @@ def seq1f1b(
     forwards more than in 1F1B.
 
     With equal slices, each device idles (D - 1)(F + B)/k, and stage s holds the activations of at most D - s + k - 1
-    slices, (D - s + k - 1)/k micro-batches. Slices of equal length are not equal in time, since a later one attends to
-    more keys; devices then idle longer. A stage that recomputes holds, besides its inputs, the keys and values of the
-    slices in flight.
+    slices, (D - s + k - 1)/k micro-batches. Slices of equal length are not equal in time, since a later slice attends
+    to more keys; devices then idle longer. A stage that recomputes holds, besides its inputs, the keys and values of
+    the slices in flight.
     """
     check_least("seq1f1b", "slices", slices, 1)
     orders = [_order(stage, devices, micro_batches, slices) for stage in range(devices)]

@@ -1,4 +1,4 @@
-"""The shifted critical path, from the last stage to the one before it (Merak 2022, section 6.1, figure 4c)."""
+"""The shifted critical path, from the last stage to the stage before it (Merak 2022, section 6.1, figure 4c)."""
 
 from auto3d.errors import InputError
 from auto3d.schedule.alternation import alternate, of_stage

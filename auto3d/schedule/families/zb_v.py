@@ -15,8 +15,7 @@ def zb_v(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
     If F = I = W there are no bubbles, at the activations of D micro-batches. The paper searches for the order, given
     the times of operations. For equal times the order has a closed form: 2(D - s) - 1 forwards down; then the first
     micro-batches up and back; then F I down and F I up in turn; then the remaining operations. Weight halves fill the
-    waits. The pattern needs 2D - 1 micro-batches; with fewer, the order is that of 2D - 1 with the surplus ones left
-    out.
+    waits. The pattern needs 2D - 1 micro-batches; with fewer, the order of 2D - 1 applies, without the surplus.
 
     From N = 2D - 1 on, a device never waits between its operations. From N = D on, it idles (D - 1)/2 F compared with
     the makespan.
@@ -25,8 +24,8 @@ def zb_v(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
 
     def device(home: int) -> tuple[Operation, ...]:
         down, up = home, 2 * devices - 1 - home
-        to_turn = devices - home  # number of devices from this one to the turn of the V
-        repeats = unfolded - devices  # repetitions on both stages; the last ones have no forward down
+        to_turn = devices - home  # number of devices from this device to the turn of the V
+        repeats = unfolded - devices  # repetitions on both stages; the last repetitions have no forward down
         drained = to_turn - 1
         pattern = (
             [(F, down)] * (2 * to_turn - 1)

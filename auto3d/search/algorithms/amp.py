@@ -4,7 +4,7 @@ The space has four axes: the degrees, the micro-batch size, the two tilings of t
 ``pipe_dp`` (layer-assignment). Each move draws the tensor- or the data-parallel degree anew, then the micro-batch size
 and the tiling. ``annealing`` is our version of it, over all axes. Where the listing has errors or gaps:
 
-- Lines 8 and 18 use ``randn()``, a normal variate; here it is a uniform one from 0 to 1.
+- Lines 8 and 18 use ``randn()``, a normal variate; here it is uniform from 0 to 1.
 - Line 15 cuts stages for the strategy before the move; here stages are cut for the strategy after it.
 - ``cool_down`` is not given; here the temperature falls from 1 second, linearly to 0 or by a factor in each step.
 - The first strategy is never recorded; here it is.
@@ -48,8 +48,8 @@ def amp(search: Search, seed: int) -> None:
     random = Random(seed)
     by_degree: dict[str, defaultdict[int, list[Candidate]]] = {"tp": defaultdict(list), "dp": defaultdict(list)}
     for degrees in search.domain.degrees:
-        for name, found in by_degree.items():
-            found[getattr(degrees, name)].append(degrees)
+        for name, of_degree in by_degree.items():
+            of_degree[getattr(degrees, name)].append(degrees)
     present: Candidate | None = None
     cost = inf
     iterations = search.budget.candidates
@@ -60,8 +60,8 @@ def amp(search: Search, seed: int) -> None:
         if present is not None:
             kept, other = ("dp", "tp") if random.random() > 0.5 else ("tp", "dp")
             near = by_degree[kept][getattr(present, kept)]
-            degree = random.choice(sorted({getattr(one, other) for one in near}))
-            degrees = random.choice([one for one in near if getattr(one, other) == degree])
+            degree = random.choice(sorted({getattr(neighbour, other) for neighbour in near}))
+            degrees = random.choice([neighbour for neighbour in near if getattr(neighbour, other) == degree])
         candidate = with_random_choices(degrees, search.domain, random)
         cooling = search.options.amp_cooling
         temperature_s = 1 - iteration / iterations if cooling is None else cooling**iteration

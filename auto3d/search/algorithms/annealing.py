@@ -4,7 +4,7 @@ As in the paper, a move changes the tensor- or the data-parallel degree; the pip
 size and placement are drawn anew. ``pipe_dp`` (layer-assignment) cuts the stages if the partition axis has it. Half of
 the moves change a single choice instead, such as the schedule, which AMP's space does not have. Errors in its listing:
 
-- Lines 8 and 18 use ``randn()``, a normal variate, instead of a uniform one from 0 to 1.
+- Lines 8 and 18 use ``randn()``, a normal variate, instead of a uniform variate from 0 to 1.
 - ``pipe_dp(s)`` cuts stages for the strategy before the move; here stages are cut for the strategy after it.
 - ``cost - new_cost`` is in seconds, so the meaning of an initial temperature of 1 depends on the model: iterations of
   minutes would freeze at once, iterations of milliseconds accept everything. Here the difference is relative to the
@@ -24,7 +24,7 @@ from auto3d.search.search import Search
 from auto3d.search.space import Domain
 
 WARM, COLD = 0.3, 0.003  # first and last temperature, relative to the current time
-_ROUNDS = 4  # number of coolings; each begins at the best candidate so far
+_ROUNDS = 4  # number of coolings, which begin at the best candidate so far
 
 
 def annealing(search: Search, seed: int) -> None:
@@ -57,8 +57,8 @@ def accepted_s(
     """The estimate of ``candidate`` if simulated annealing moves to it from one of ``present_s`` seconds; else None.
 
     A candidate that is d seconds slower is accepted with probability exp(-d / ``temperature_s``); from infinity, every
-    possible one is. The random number is drawn before the estimate: a candidate whose lower bound is already too high
-    is rejected without a simulation.
+    possible candidate is. The random number is drawn before the estimate: a candidate whose lower bound is already too
+    high is rejected without a simulation.
     """
     highest = inf if present_s == inf else present_s - temperature_s * log(1 - random.random())
     bound = search.bound(candidate)
@@ -74,16 +74,16 @@ class _Moves:
         self._by: dict[str, defaultdict[tuple, list[Candidate]]] = {}
         for name, keys in (("tp", ("tp",)), ("dp", ("dp",)), ("micro_batch_size", ("dp", "tp", "pp", "replicas"))):
             self._by[name] = defaultdict(list)
-            for one in domain.degrees:
-                self._by[name][tuple(getattr(one, key) for key in keys)].append(one)
+            for degrees in domain.degrees:
+                self._by[name][tuple(getattr(degrees, key) for key in keys)].append(degrees)
 
     def from_(self, present: Candidate) -> Candidate:
         """A neighbour of ``present``."""
         random = self._random
         if random.random() < 0.5:
             kept = "tp" if random.random() < 0.5 else "dp"
-            found = self._degrees(present, random.choice(self._by[kept][getattr(present, kept),]))
-            return replace(found, placement=random.choice(self._domain.choices["placement"]))
+            neighbour = self._degrees(present, random.choice(self._by[kept][getattr(present, kept),]))
+            return replace(neighbour, placement=random.choice(self._domain.choices["placement"]))
         choices = self._domain.choices_of(present)
         names = ["micro_batch_size", *(name for name, values in choices.items() if len(values) > 1)]
         name = random.choice(names)

@@ -22,28 +22,34 @@ def chimera(search: Search, seed: int) -> None:
     variants = [name for name in domain.choices["schedule"] if parse_schedule(name)[0] == "chimera"] or ["chimera"]
     recomputes = sorted(domain.choices["recompute"], key=lambda recompute: recompute != NONE)
     sizes: dict[tuple[int, int], list[Candidate]] = {}
-    for one in domain.degrees:
-        if one.tp == 1 and one.replicas == EQUAL and one.pp % 2 == 0:
-            sizes.setdefault((one.dp, one.pp), []).append(replace(one, partition="blocks", sync="eager-opt"))
+    for degrees in domain.degrees:
+        if degrees.tp == 1 and degrees.replicas == EQUAL and degrees.pp % 2 == 0:
+            sizes.setdefault((degrees.dp, degrees.pp), []).append(
+                replace(degrees, partition="blocks", sync="eager-opt")
+            )
     best: tuple[float, Candidate] | None = None
     for of_degrees in sizes.values():
         for variant in variants:
             greedy = (
-                replace(one, schedule=variant, recompute=recompute)
+                replace(candidate, schedule=variant, recompute=recompute)
                 for recompute in recomputes
-                for one in _largest_first(of_degrees, domain.workload.global_batch)
+                for candidate in _largest_first(of_degrees, domain.workload.global_batch)
             )
-            found = next((candidate for candidate in greedy if search.bound(candidate) < inf), None)
-            if found is not None:
-                seconds = equation.seconds(search.plan(found))
+            fitting = next((candidate for candidate in greedy if search.bound(candidate) < inf), None)
+            if fitting is not None:
+                seconds = equation.seconds(search.plan(fitting))
                 if best is None or seconds < best[0]:
-                    best = seconds, found
+                    best = seconds, fitting
     if best is not None:
         search.seconds(best[1])
 
 
 def _largest_first(candidates: list[Candidate], global_batch: int) -> list[Candidate]:
     """Candidates that the planner may take, the largest micro-batch size first; ``candidates`` differ in it."""
-    active = [one for one in candidates if global_batch // (one.dp * one.micro_batch_size) >= one.pp]
-    active = active or [min(candidates, key=lambda one: one.micro_batch_size)]
-    return sorted(active, key=lambda one: -one.micro_batch_size)
+    active = [
+        candidate
+        for candidate in candidates
+        if global_batch // (candidate.dp * candidate.micro_batch_size) >= candidate.pp
+    ]
+    active = active or [min(candidates, key=lambda candidate: candidate.micro_batch_size)]
+    return sorted(active, key=lambda candidate: -candidate.micro_batch_size)

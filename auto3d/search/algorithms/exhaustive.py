@@ -23,7 +23,10 @@ def exhaustive(search: Search, seed: int) -> None:
     """
     find_first_fit(search)
     domain, promises = search.domain, search.promises
-    degrees = [(promises.least_of_degrees_s(domain, one), number, one) for number, one in enumerate(domain.degrees)]
+    degrees = [
+        (promises.least_of_degrees_s(domain, combination), number, combination)
+        for number, combination in enumerate(domain.degrees)
+    ]
     heapify(degrees)
     promised: list[Entry] = []
     bounded: list[Entry] = []
@@ -47,7 +50,7 @@ def exhaustive(search: Search, seed: int) -> None:
                 heappush(bounded, (bound, number, candidate))
                 looks += 1
     unseen = [bound for bound, _, candidate in promised if not search.has_seen(candidate)]
-    unmade = [(bound, count) for bound, _, one in degrees if (count := search.unseen_of(one))]
+    unmade = [(bound, count) for bound, _, combination in degrees if (count := search.unseen_of(combination))]
     search.left = Left(
         candidates=len(unseen) + sum(count for _, count in unmade),
         least_s=min([*unseen, *(bound for bound, _ in unmade)], default=inf),

@@ -29,14 +29,14 @@ def rannc(search: Search, seed: int) -> None:
 
 def estimate_plan(search: Search, *, any_depth: bool) -> None:
     """Estimate RaNNC's plan; with ``any_depth``, it takes the fastest number of stages, else the fewest that fit."""
-    found, plan = _fitting(search.maker, search.options, any_depth=any_depth)
+    answer, plan = _fitting(search.maker, search.options, any_depth=any_depth)
     candidate = Candidate(
         dp=plan.dp,
         tp=1,
         pp=plan.pp,
         micro_batch_size=plan.micro_batch_size,
-        schedule=found.schedule,
-        recompute=str(found.schedule_options["recompute"]),
+        schedule=answer.schedule,
+        recompute=str(answer.schedule_options["recompute"]),
         partition="rannc",
         placement="pipelines-first",
     )
@@ -49,22 +49,22 @@ def _fitting(maker: PlanMaker, options: PlannerOptions, *, any_depth: bool) -> t
 
     RaNNC counts the memory of one micro-batch, of the inputs of the others and of the optimizer's state, but not of
     messages and fragments. If the cost model finds that its plan does not fit, RaNNC runs again with a lower limit. If
-    no plan fits, raises InputError with the memory that the last one lacked.
+    no plan fits, raises InputError with the memory that the last plan lacked.
     """
     memory = maker.model.cluster.memory_bytes or float("inf")
     short: PlanError | None = None
     while True:
         try:
             request = partition_request(maker, memory, options, any_depth=any_depth)
-            found = partition("rannc", request)
+            answer = partition("rannc", request)
         except PartitionError:
             if short is not None:
                 raise short from None
             raise
-        plan = plan_of(found, request, seed=maker.workload.seed)
+        plan = plan_of(answer, request, seed=maker.workload.seed)
         try:
             maker.check(plan)
-            return found, plan
+            return answer, plan
         except PlanError as error:
             if memory == float("inf"):
                 raise

@@ -23,6 +23,6 @@ RULES: dict[str, Callable[[Call], Rule]] = {
 
 
 def rule_of(call: Call) -> Rule:
-    """The rule of ``call``; an empty one if its operator has none."""
+    """The rule of ``call``; an empty Rule if its operator has none."""
     rule = RULES.get(call.operator)
     return rule(call) if rule is not None else Rule()

@@ -75,7 +75,7 @@ class Call:
         """The shapes of its results. A result of a tuple that nobody takes counts as well."""
         value = self.node.meta["val"]
         values = (value,) if isinstance(value, torch.Tensor) else value
-        return tuple(tuple(each.shape) if isinstance(each, torch.Tensor) else () for each in values)
+        return tuple(tuple(result.shape) if isinstance(result, torch.Tensor) else () for result in values)
 
     def argument(self, name: str, default: Any = None) -> Any:
         """The argument ``name`` of the operator's schema, or its ``default``."""
@@ -137,7 +137,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Rule:
-    """Ways to run a call besides whole operands and copied ones, which every operator allows; calls that are alike
+    """Ways to run a call besides whole and copied operands, which every operator allows; calls that are alike
     share it."""
 
     axes: tuple[Axis, ...] = ()

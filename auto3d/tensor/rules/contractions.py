@@ -16,7 +16,7 @@ def _einsum(call: Call) -> Rule:
     inputs, _, output = str(call.argument("equation")).replace(" ", "").partition("->")
     if "->" not in str(call.argument("equation")):  # letters that occur once, in alphabetical order
         letters = sorted(set(inputs) - {",", "."})
-        output = "..." * ("..." in inputs) + "".join(each for each in letters if inputs.count(each) == 1)
+        output = "..." * ("..." in inputs) + "".join(letter for letter in letters if inputs.count(letter) == 1)
     operands = [_named(text, len(shape)) for text, shape in zip(inputs.split(","), call.shapes, strict=True)]
     return Rule(axes=_axes(call, operands, _named(output, len(call.results[0]))), product=len(operands) > 1)
 

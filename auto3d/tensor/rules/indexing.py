@@ -9,7 +9,7 @@ from auto3d.tensor.rules.call import Axis, Call, Rule
 
 
 def _index(call: Call) -> Rule:
-    """tensor[first, second, ...]: dimensions behind the indexed ones stay as they are."""
+    """tensor[first, second, ...]: dimensions behind the indexed dimensions stay as they are."""
     indices = call.argument("indices")
     if not all(isinstance(index, fx.Node) and _is_integer(index) for index in indices):
         return Rule()
@@ -22,7 +22,7 @@ def _index(call: Call) -> Rule:
 
 
 def _is_integer(index: fx.Node) -> bool:
-    """A mask indexes as many dimensions as it has, an integer index one."""
+    """A mask indexes as many dimensions as it has, an integer index one dimension."""
     return index.meta["val"].dtype not in (torch.bool, torch.uint8)
 
 

@@ -33,7 +33,7 @@ def _groups(shape: Sequence[int], target: Sequence[int]) -> list[tuple[list[int]
     """
     left = [dim for dim, size in enumerate(shape) if size != 1]
     right = [dim for dim, size in enumerate(target) if size != 1]
-    found: list[tuple[list[int], list[int]]] = []
+    groups: list[tuple[list[int], list[int]]] = []
     old: list[int] = []
     new: list[int] = []
     while left or right:
@@ -43,9 +43,9 @@ def _groups(shape: Sequence[int], target: Sequence[int]) -> list[tuple[list[int]
         elif right:
             new.append(right.pop(0))
         if prod(shape[dim] for dim in old) == prod(target[dim] for dim in new):
-            found.append((old, new))
+            groups.append((old, new))
             old, new = [], []
-    return found
+    return groups
 
 
 def _unflattened(flat: Sequence[int], sizes: Sequence[int], dims: Sequence[int]) -> Split | None:
@@ -58,8 +58,8 @@ def _unflattened(flat: Sequence[int], sizes: Sequence[int], dims: Sequence[int])
     for place, size in enumerate(sizes):
         inner = prod(sizes[place + 1 :])
         if len(flat) % outer == 0:
-            each = len(flat) // outer
-            blocks = list(flat[:each])
+            per_outer = len(flat) // outer
+            blocks = list(flat[:per_outer])
             # Padding is at the end of a block, so a block that has some must be all that varies there. A block of one
             # element cannot be split: [3 * h] in three blocks becomes [3, h] whose second dimension is split.
             if (
@@ -79,8 +79,8 @@ def _reshape(call: Call) -> Rule:
         return Rule()
 
     def carry(split: Split) -> tuple[Split, ...] | None:
-        found = reshaped(split, shape, target)
-        return None if found is None else (found,)
+        carried = reshaped(split, shape, target)
+        return None if carried is None else (carried,)
 
     def carry_back(result: int, split: Split) -> Split | None:
         return reshaped(split, target, shape)
@@ -239,14 +239,14 @@ def _pieces(call: Call) -> Rule:
 
 def blocks_between(split: Split, first: int, last: int) -> tuple[int, ...] | None:
     """The blocks of the elements ``[first, last)``; None if these are not whole blocks."""
-    start, found = 0, []
+    start, inside = 0, []
     for block in split.blocks:
         if first <= start and start + block <= last:
-            found.append(block)
+            inside.append(block)
         elif start < last and first < start + block:
             return None
         start += block
-    return tuple(found)
+    return tuple(inside)
 
 
 def _slice(call: Call) -> Rule:

@@ -68,8 +68,8 @@ def _prelu(call: Call) -> Rule:
     """The weight has one element for each channel, dimension 1 of the input, or one for all."""
     shape = call.shapes[0]
     channels = 1 if len(shape) > 1 else 0
-    each = prod(call.shapes[1]) > 1
-    axes = [Axis((dim, 0 if dim == channels and each else None), (dim,)) for dim in range(len(shape))]
+    per_channel = prod(call.shapes[1]) > 1
+    axes = [Axis((dim, 0 if dim == channels and per_channel else None), (dim,)) for dim in range(len(shape))]
     return Rule(axes=tuple(axes))
 
 

@@ -47,7 +47,7 @@ class RanncPartition:
 def choose_partition(request: PartitionRequest) -> Partition:
     """RaNNC's answer to ``request``; raises PartitionError where nothing fits."""
     graph_at = _interpolated(request)
-    found = rannc(
+    partition = rannc(
         graph_at,
         lambda micro_batch_size: request.costs_of(graph_at(micro_batch_size)),
         nodes=request.nodes,
@@ -59,16 +59,16 @@ def choose_partition(request: PartitionRequest) -> Partition:
         any_depth=request.any_depth,
         stage_seconds=request.stage_seconds,
     )
-    first, several = _first(request), len(found.stages) > 1
+    first, several = _first(request), len(partition.stages) > 1
     return Partition(
-        stages=same_stages(found.stages, first, request.graph),
-        replicas=found.replicas,
-        pipelines=found.pipelines,
-        micro_batches=found.micro_batches,
+        stages=same_stages(partition.stages, first, request.graph),
+        replicas=partition.replicas,
+        pipelines=partition.pipelines,
+        micro_batches=partition.micro_batches,
         schedule="gpipe" if several else "1f1b",  # a single stage does one micro-batch after the other
         schedule_options={"recompute": "full" if several else "none"},
-        candidates=found.candidates,
-        measured_candidates=found.measured_candidates,
+        candidates=partition.candidates,
+        measured_candidates=partition.measured_candidates,
     )
 
 

@@ -22,9 +22,9 @@ def constant_operations(graph: Graph) -> list[bool]:
     """Whether each operation is constant: stages may clone it instead of sending its result.
 
     The paper calls an operation constant if it does not depend on the model's inputs. Here, cheap operations that
-    depend on the inputs alone (masks, positions) are constant too: every stage that uses one computes it anyway, see
-    ``stage.cut``. An operation on a buffer that the model writes to is not constant even if no input reaches it: a
-    clone would write twice. The paper is silent on such buffers.
+    depend on the inputs alone (masks, positions) are constant too: every stage that uses such an operation computes it
+    anyway, see ``stage.cut``. An operation on a buffer that the model writes to is not constant even if no input
+    reaches it: a clone would write twice. The paper is silent on such buffers.
     """
     varying = set(graph.inputs)  # values that change from one micro-batch to the next
     constant = []
@@ -58,13 +58,13 @@ def atomic_subcomponents(graph: Graph) -> tuple[Subcomponent, ...]:
 def stage_of_operations(graph: Graph, stages: Sequence[Iterable[Subcomponent]]) -> list[int]:
     """The stage of each operation of ``graph``, given the subcomponents of each stage.
 
-    A Plan names each operation once, so a constant one belongs to the first stage that uses it. ``stage.cut`` copies it
-    to the other stages or, if it depends on parameters, sends them its result. Unused operations are on the first
-    stage.
+    A Plan names each operation once, so a constant operation belongs to the first stage that uses it. ``stage.cut``
+    copies it to the other stages or, if it depends on parameters, sends them its result. Unused operations are on the
+    first stage.
     """
-    found = [0] * len(graph.nodes)
+    stage_of = [0] * len(graph.nodes)
     for stage in reversed(range(len(stages))):
         for sub in stages[stage]:
             for position in sub.positions:
-                found[position] = stage
-    return found
+                stage_of[position] = stage
+    return stage_of

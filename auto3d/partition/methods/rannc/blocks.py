@@ -34,11 +34,11 @@ def coarsen(units: Units, blocks: int) -> list[Level]:
     longest = OVERSIZE * sum(units.seconds) / blocks
     while len(groups) > blocks:
         settled: set[int] = set()  # groups that were merged in this level
-        for group in sorted(groups, key=lambda each: (seconds[each], each)):
+        for group in sorted(groups, key=lambda unit: (seconds[unit], unit)):
             if group in settled or len(groups) == blocks:
                 continue
             others = graph.neighbours(group) - settled
-            for other in sorted(others, key=lambda each: (seconds[each], abs(graph.place[each] - graph.place[group]))):
+            for other in sorted(others, key=lambda unit: (seconds[unit], abs(graph.place[unit] - graph.place[group]))):
                 if seconds[group] + seconds[other] > longest:
                     break
                 bytes_at_most = at_most[group] + at_most[other]
@@ -94,7 +94,9 @@ class _Borders:
                 self.uses[user].append(number)
         # per sent value: block -> number of its units that use the value
         self.users = [Counter(self.block_of[user] for user in value.users) for value in units.sent_values]
-        pairs = ((self.block_of[unit], self.block_of[each]) for unit, after in enumerate(units.after) for each in after)
+        pairs = (
+            (self.block_of[unit], self.block_of[later]) for unit, after in enumerate(units.after) for later in after
+        )
         self.edges = Counter(pairs)  # (block, block) -> number of pairs of units
 
     def blocks(self) -> Level:
@@ -105,14 +107,14 @@ class _Borders:
     def improve(self, group: tuple[int, ...]) -> bool:
         """Move ``group`` to the neighbouring block where that helps most; returns whether it moved."""
         home = self.block_of[group[0]]
-        targets = {self.block_of[each] for unit in group for each in self.neighbours[unit]} - {home}
+        targets = {self.block_of[neighbour] for unit in group for neighbour in self.neighbours[unit]} - {home}
         if not targets or len(group) == len(self.members[home]):
             return False
         weight = sum(self.units.seconds[unit] for unit in group)
         moving = set(group)
         made = {number for unit in group for number in self.makes[unit]}
         used = Counter(number for unit in group for number in self.uses[unit])
-        found = []
+        moves = []
         for target in sorted(targets):
             sent = sum(
                 self._sends_more(number, used[number], number in made, home, target) for number in made | set(used)
@@ -120,8 +122,8 @@ class _Borders:
             was = max(self.seconds[home], self.seconds[target])
             longest = max(self.seconds[home] - weight, self.seconds[target] + weight)
             if (sent < 0 and longest <= max(was, self.limit)) or (sent <= 0 and longest < was):
-                found.append((sent, longest, target))
-        for _, _, target in sorted(found):
+                moves.append((sent, longest, target))
+        for _, _, target in sorted(moves):
             edges = self._edges_after(moving, target)
             fits = self.roomy or self.units.fit(self.members[target] | moving)
             if fits and topological_order(self._after(edges)) is not None:
@@ -181,7 +183,7 @@ def compact(units: Units, blocks: Level, limit: int) -> Level:
     """Merge neighbours in the sequence, shortest first, until ``limit`` blocks remain or memory forbids it.
 
     Consecutive blocks can always be merged, and the blocks can still run in sequence. If the shorter of the two
-    neighbours does not fit, the other one is tried; the paper is silent on this.
+    neighbours does not fit, the other is tried; the paper is silent on this.
     """
     blocks = list(blocks)
     seconds = [sum(units.seconds[unit] for unit in block) for block in blocks]

@@ -28,7 +28,7 @@ def topological_order(after: Sequence[Iterable[int]]) -> list[int] | None:
 
 
 def strong_components(after: Sequence[Iterable[int]]) -> list[list[int]]:
-    """Groups of nodes that reach each other, by Kosaraju's algorithm: two walks, the second one on reversed edges."""
+    """Groups of nodes that reach each other, by Kosaraju's algorithm: two walks, the second on reversed edges."""
     before: list[list[int]] = [[] for _ in after]
     for node, followers in enumerate(after):
         for follower in followers:
@@ -110,14 +110,14 @@ class MergingGraph:
         self.after[other], self.before[other] = set(), set()
         # As in Pearce and Kelly's algorithm: ancestors, then the pair, then descendants, at the places they all had
         # before.
-        places = sorted(self.place[each] for each in (*ancestors, first, last, *descendants))
+        places = sorted(self.place[member] for member in (*ancestors, first, last, *descendants))
         moved = (*sorted(ancestors, key=self.place.__getitem__), node)
         tail = sorted(descendants, key=self.place.__getitem__)
         self.place[other] = -1
-        for each, place in zip(moved, places, strict=False):
-            self.place[each] = place
-        for each, place in zip(reversed(tail), reversed(places), strict=False):
-            self.place[each] = place
+        for member, place in zip(moved, places, strict=False):
+            self.place[member] = place
+        for member, place in zip(reversed(tail), reversed(places), strict=False):
+            self.place[member] = place
         return True
 
     def _between(self, first: int, last: int) -> tuple[set[int], set[int]] | None:
@@ -137,12 +137,12 @@ class MergingGraph:
                     if not exhausted and (node in ancestors or last in self.after[node]):
                         return None
                     descendants.add(node)
-                    forward.extend(each for each in self.after[node] if place[each] < high)
+                    forward.extend(follower for follower in self.after[node] if place[follower] < high)
             if backward:
                 node = backward.pop()
                 if node not in ancestors:
                     if not exhausted and (node in descendants or first in self.before[node]):
                         return None
                     ancestors.add(node)
-                    backward.extend(each for each in self.before[node] if place[each] > low)
+                    backward.extend(earlier for earlier in self.before[node] if place[earlier] > low)
         return descendants, ancestors

@@ -80,8 +80,8 @@ class Runs:
             return np.where(table > 0, self._costs.latency_s + table / self._costs.bandwidth, 0.0)
 
         def handling_s(table: np.ndarray) -> np.ndarray:
-            each, per_byte = self._costs.handling
-            return np.where(table > 0, each + table * per_byte, 0.0)
+            per_message, per_byte = self._costs.handling
+            return np.where(table > 0, per_message + table * per_byte, 0.0)
 
         def seconds(busy: np.ndarray, launch: np.ndarray) -> np.ndarray:
             return np.maximum(self._operations.total(busy, blocks), self._operations.total(launch, blocks))

@@ -51,18 +51,17 @@ def form_stages(choices: Choices, stages: int, devices: int) -> tuple[Run, ...] 
     This corrects three errors of the published algorithm:
 
     - For each (stages, blocks, devices) it keeps only the best sum of longest forward and longest backward. But the
-    best
-      solution need not contain the best partial one: with partial solutions of (1, 5) and (4, 1) and a next stage of
-      (1, 5), the first gives 6, and the second, which is the better partial one, gives 9. Here the longest backward
-      alone is minimised, exactly, under a cap on forward times, and the cap is lowered until nothing improves. (In 44
-      of 400 random cases with 6 to 9 blocks the published algorithm is worse, by up to 7 %.)
+      best solution need not contain the best partial solution: with partial solutions of (1, 5) and (4, 1) and a next
+      stage of (1, 5), the first gives 6, and the second, which is the better partial solution, gives 9. Here the
+      longest backward alone is minimised, exactly, under a cap on forward times, and the cap is lowered until nothing
+      improves. (In 44 of 400 random cases with 6 to 9 blocks the published algorithm is worse, by up to 7 %.)
     - It begins with V = 0 for zero stages of any blocks on any devices, so a solution could leave blocks out. Only zero
       blocks on zero devices may have V = 0.
     - d_min assumes that if d devices are not possible, fewer are not either, for this and all later numbers of blocks.
       But more devices than samples are not possible where fewer are.
     """
     least = longest(choices.forward_s, stages, devices)[stages][-1, devices]
-    best, found, cap = inf, None, inf
+    best, runs, cap = inf, None, inf
     while least < inf:
         backward_s = np.where(choices.forward_s <= cap, choices.backward_s, inf)
         slowest_backward = longest(backward_s, stages, devices)[stages][-1, devices]
@@ -72,9 +71,9 @@ def form_stages(choices: Choices, stages: int, devices: int) -> tuple[Run, ...] 
         reached = longest(forward_s, stages, devices)
         slowest_forward = reached[stages][-1, devices]
         if slowest_forward + slowest_backward < best:
-            best, found = slowest_forward + slowest_backward, _trace(forward_s, reached, stages, devices)
+            best, runs = slowest_forward + slowest_backward, _trace(forward_s, reached, stages, devices)
         cap = np.nextafter(slowest_forward, -inf)
-    return found
+    return runs
 
 
 def longest(cost: np.ndarray, stages: int, devices: int) -> list[np.ndarray]:
@@ -186,7 +185,7 @@ class StageSearch:
                 choices = self._choices(devices, pipelines, micro_batches, checkpointing=True).fitting(limit)
                 options[micro_batches] = choices, longest(choices.forward_s, most, devices)
             for stages in range(fewest, most + 1):
-                found = []
+                forms = []
                 for micro_batches, (choices, reached) in options.items():
                     if stages == 1:
                         choices = self._choices(devices, pipelines, micro_batches, checkpointing=False).fitting(limit)
@@ -195,7 +194,7 @@ class StageSearch:
                     runs = form_stages(choices, stages, devices)
                     if runs is not None:
                         places = [(run.replicas - 1, run.first, run.last) for run in runs]
-                        found.append(
+                        forms.append(
                             StageForm(
                                 runs=runs,
                                 pipelines=pipelines,
@@ -206,8 +205,8 @@ class StageSearch:
                                 memory_bytes=tuple(float(choices.memory_bytes[place]) for place in places),
                             )
                         )
-                if found:
-                    best = min([*found, best] if best else found, key=lambda form: form.iteration_s)
+                if forms:
+                    best = min([*forms, best] if best else forms, key=lambda form: form.iteration_s)
                     if not any_depth:
                         return best
             fewest = 1 if any_depth else most + 1
@@ -230,7 +229,7 @@ class StageSearch:
 
         Each replica runs a slice of a micro-batch's samples. If they do not divide evenly, the paper rounds down. But
         then some replica has one sample more in some micro-batch, and all others wait for it, so times and memory here
-        are those of the number rounded up. The model must be able to run with the number rounded down. With
+        are for the number rounded up. The model must be able to run with the number rounded down. With
         ``equal_slices``, the samples must divide evenly.
 
         A forward also takes the host's time for a micro-batch, which a recomputation does not take again. Where
@@ -262,11 +261,11 @@ class StageSearch:
 
     def _costs_of(self, samples: int) -> RunCosts:
         if samples not in self._costs:
-            found = self.runs.at(self.profiles.at(samples))
+            costs = self.runs.at(self.profiles.at(samples))
             for run, name in self._measured.items():
                 if seconds := self._stage_seconds(name, samples):
-                    found.forward_s[run], found.backward_s[run] = seconds
-            self._costs[samples] = found
+                    costs.forward_s[run], costs.backward_s[run] = seconds
+            self._costs[samples] = costs
         return self._costs[samples]
 
     def refusal(self) -> PartitionError:

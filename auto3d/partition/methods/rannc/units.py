@@ -113,8 +113,8 @@ def _inseparable(count: int, edges: list[tuple[int, int]], written: dict[str, li
         after[source].add(target)
     linked = {number for edge in edges for number in edge}
     for users in written.values():
-        for one, next_one in pairwise([*users, users[0]]):
-            after[one].add(next_one)
+        for user, next_user in pairwise([*users, users[0]]):
+            after[user].add(next_user)
     groups: list[list[int]] = []
     for group in sorted(map(sorted, strong_components(after))):
         if groups and linked.isdisjoint(group):
