@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _fix_hash_seed() -> None:
-    """Begin this process again with a fixed hash seed, unless the user chose one; all that it starts inherit it.
+    """Begin this process again with a fixed hash seed, unless the user chose a seed; all that it starts inherit it.
 
     Python hashes strings by a seed of each process, so a model whose forward goes through a set of strings, as Gemma 3
     does, would have its operations in another order in each process, and a plan would not fit the next capture.
@@ -95,9 +95,9 @@ def _prepare_streams() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """End the command at the first interrupt, and ignore later ones, which would break its clean-up."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, lambda number, frame: None)  # Python would report a pending signal under SIG_IGN
+    """End the command at the first interrupt, and ignore later interrupts, which would break its clean-up."""
+    for interrupt in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(interrupt, lambda number, frame: None)  # Python would report a pending signal under SIG_IGN
     raise KeyboardInterrupt
 
 

@@ -77,7 +77,7 @@ class RankActivity:
             self._board.write(self.rank, self._phase, "")
 
     def name(self, rank: int) -> str:
-        """``rank``, which may be another one, and its host, for use in messages."""
+        """``rank``, which may be another rank, and its host, for use in messages."""
         return f"rank {rank} on {self.hosts[rank] if self.hosts else self._host}"
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The parts of a rank that differ between real devices and emulated ones, whose operations only wait."""
+"""The parts of a rank that differ between real and emulated devices, whose operations only wait."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Backend(Protocol):
     """Builds what an executor runs. There are two: RealBackend and ``emulated.EmulatedBackend``."""
 
     def exchange(self, layout: RankLayout, program: Program) -> Exchange:
-        """The messages of ``layout``'s programs, of which ``program`` is one. It makes process groups."""
+        """The messages of ``layout``'s programs, such as ``program``. It makes process groups."""
 
     def state(self, layout: RankLayout, memory: MemoryWatch) -> dict[str, torch.Tensor]:
         """Parameters, buffers and constants of the rank's stages, by name. It allocates their memory."""

@@ -19,7 +19,7 @@ _PEER_LATE = re.compile(r"\btim(ed|ing) out\b|\btimeout\b(?!\(ms\))", re.IGNOREC
 
 
 def is_local_failure(error: RuntimeError) -> bool:
-    """Whether ``error``, raised by a call of torch.distributed, is a failure of this rank rather than of another one.
+    """Whether ``error``, raised by a call of torch.distributed, is a failure of this rank rather than of another rank.
 
     Failures of this rank are: out of memory; a failure of the device, such as a device-side assert or an illegal
     address; and wrong set-up or use of NCCL.

@@ -43,7 +43,7 @@ class IterationResult:
     grad_norm: float | None  # before clipping; None if asynchronous, for they are never all there at once, or skipped
     asked_to_end: bool  # whether any rank was asked to end before the iteration was over
     learning_rate: float  # rate of the iteration's updates
-    seconds: float = field(compare=False)  # time from the end of the previous iteration to the end of this one
+    seconds: float = field(compare=False)  # time from the end of the previous iteration to the end of this iteration
     skipped: bool = False  # whether gradients overflowed under a loss scale, so that nothing was updated
 
 
@@ -177,7 +177,7 @@ class Executor:
         return True
 
     def note_weights(self, *, evaluation: bool) -> None:
-        """Go on from weights of evaluation, or from trained ones, that are in the parameters already."""
+        """Go on from weights of evaluation, or from trained weights, that are in the parameters already."""
         if self._averages and evaluation != self.evaluates:
             self.evaluates = evaluation
             for optimizer in self._averaging():
@@ -215,7 +215,7 @@ class Executor:
             for stage in self._all_stages():
                 stage.set_present(1.0 if incomplete is None else incomplete.samples)
         if not is_prepared:
-            self._exchange.set_sizes({number: each.transfers for number, each in sized.items()})
+            self._exchange.set_sizes({number: sized_stages.transfers for number, sized_stages in sized.items()})
             self._steps = [self._prepared(step) for step in program.steps]
         self._randomness.iteration = first_iteration
         self._updates.clear()

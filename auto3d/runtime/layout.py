@@ -86,7 +86,7 @@ class RankLayout:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches that the rank runs in one iteration; parts of one count each."""
+        """Micro-batches that the rank runs in one iteration; every part of a micro-batch counts."""
         return self.plan.micro_batches * self.schedule.parts
 
     @property
@@ -179,7 +179,7 @@ class RankLayout:
     @cached_property
     def all_holders(self) -> frozenset[Holders]:
         """The holders of all trained parameters of all shards."""
-        return frozenset(each for shard in range(self.plan.tp) for each in self._summed_over(shard).values())
+        return frozenset(holding for shard in range(self.plan.tp) for holding in self._summed_over(shard).values())
 
     def _summed_over(self, shard: int) -> dict[str, Holders]:
         trained = self.captured.graph.trained
@@ -188,7 +188,7 @@ class RankLayout:
 
     @property
     def uncounted_parameters(self) -> frozenset[str]:
-        """Trained parameters whose gradient another shard counts in the norm, because all shards have the same one."""
+        """Trained parameters whose gradient another shard counts in the norm, because it is the same on all shards."""
         if self.shard == 0:
             return frozenset()
         return frozenset(name for name in self.holders if self.placement_of(name).kind is PlacementKind.WHOLE)
@@ -196,13 +196,13 @@ class RankLayout:
     @property
     def summed_stages(self) -> set[tuple[int, ...]]:
         """Each set of stages whose common parameters several ranks hold, so that their gradients are summed."""
-        return {each.stages for each in self.holders.values() if len(each.ranks) > 1}
+        return {holding.stages for holding in self.holders.values() if len(holding.ranks) > 1}
 
     @property
     def private_parameters(self) -> frozenset[str]:
         """Trained parameters that one stage of this rank uses, and no other rank holds."""
         users = Counter(name for stage in self.stages.values() for name in stage.state)
-        return frozenset(n for n, each in self.holders.items() if users[n] == 1 and len(each.ranks) == 1)
+        return frozenset(n for n, holding in self.holders.items() if users[n] == 1 and len(holding.ranks) == 1)
 
     @property
     def state_of_several_ranks(self) -> frozenset[str]:
@@ -211,7 +211,7 @@ class RankLayout:
         all_holders = holders(
             self.plan, self.schedule, self.model_stages, self.state_names, shard=self.shard, of_all_shards=whole
         )
-        return frozenset(name for name, each in all_holders.items() if len(each.ranks) > 1)
+        return frozenset(name for name, holding in all_holders.items() if len(holding.ranks) > 1)
 
 
 def lay_out_plan(
@@ -265,19 +265,19 @@ def lay_out_plan(
 
 
 def terms_of_slice(captured: CapturedModel, slices: int) -> LossTerms:
-    """The terms of the loss of ``captured``, or of one of its ``slices``, of which each has an equal part of places."""
+    """The terms of the loss of ``captured``, or of one of its ``slices``, which have equally many places."""
     terms = loss_terms(captured.exported)
     return replace(terms, counted=tuple(replace(term, places=term.places / slices) for term in terms.counted))
 
 
 def _features(plan: Plan, settings: TrainingSettings) -> set[Feature]:
     """The features of a run that may not go together."""
-    found = divisions_of(plan)
+    features = divisions_of(plan)
     if settings.emulation is not None:
-        found.add(EMULATED)
+        features.add(EMULATED)
     if settings.compile:
-        found.add(COMPILED)
-    return found
+        features.add(COMPILED)
+    return features
 
 
 def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
@@ -306,7 +306,11 @@ def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
         shard=place[TENSOR],
         model_stages=stages,
         read_once=common.read_once,
-        stages={each: stages[each[0]] for each, home in common.schedule.device_of.items() if home == device},
+        stages={
+            pipe_stage: stages[pipe_stage[0]]
+            for pipe_stage, home in common.schedule.device_of.items()
+            if home == device
+        },
         stages_of_slices=tuple(of_slices),
         peers=tuple(mesh.at(pipeline=place[PIPELINE], tensor=place[TENSOR]) for mesh in plan.meshes),
         sample_dimensions=common.sample_dimensions,
@@ -323,23 +327,24 @@ def stages_of_slices(model: Derived, stages: Sequence[StagePlan]) -> list[tuple[
 
     Raises PlanError if slices would exchange different values.
     """
-    found = [cut(program.graph, model.stages(stages, number)) for number, program in enumerate(model.programs)]
-    for same in zip(*found, strict=True):
-        for one in same:
-            for mine, last in zip_longest(one.received, same[-1].received):
+    of_slices = [cut(program.graph, model.stages(stages, number)) for number, program in enumerate(model.programs)]
+    for same in zip(*of_slices, strict=True):
+        for stage in same:
+            for mine, last in zip_longest(stage.received, same[-1].received):
                 if mine != last:
                     value = (mine or last).value
                     raise PlanError(
-                        f"stages: {one.index} receives {value.name}, of shape {list(value.shape)}, in some slices of "
+                        f"stages: {stage.index} receives {value.name}, of shape {list(value.shape)}, in some slices of "
                         "the sequence only; cut the model elsewhere"
                     )
-    return found
+    return of_slices
 
 
 def schedules_of(plan: Plan, iterations: int) -> list[Schedule]:
     """Schedules of ``plan`` that together are ``iterations`` iterations, each flushed before the next begins.
 
-    The last one has the iterations that remain. So a run does, as far as it goes, what a longer run of the plan does.
+    The last schedule has the iterations that remain. So a run does, as far as it goes, what a longer run of the plan
+    does.
     """
     schedule = schedule_of(plan)
     if not SCHEDULES[plan.schedule].asynchronous:

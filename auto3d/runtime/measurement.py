@@ -99,8 +99,8 @@ class Measurement:
     status: Status
     emulated: bool = False
     error: str = ""  # why the status is not ok, as text
-    warmup_iterations: int = 0  # iterations that were run before the measured ones
-    first_iteration: int = 0  # a training resumed from a checkpoint has no entries for the iterations before this one
+    warmup_iterations: int = 0  # iterations that were run before the measured iterations
+    first_iteration: int = 0  # a training resumed from a checkpoint has no entries for earlier iterations
     iteration_s: list[float] = field(default_factory=list)  # time of the slowest rank
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float | None] = field(default_factory=list)

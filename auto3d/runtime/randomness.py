@@ -1,8 +1,8 @@
 """Random numbers that depend on what is computed, not on where or when.
 
 Each random operation is seeded from (seed of the plan, iteration, micro-batch, operation). So dropout is the same for
-all degrees and schedules, and a recomputed forward draws the same numbers as the first one. Replicas of a stage each
-seed their slice of a micro-batch as a micro-batch of its own. The ranks of a tensor-parallel group draw the same
+all degrees and schedules, and a recomputed forward draws the same numbers as the first forward. Replicas of a stage
+each seed their slice of a micro-batch as a micro-batch of its own. The ranks of a tensor-parallel group draw the same
 numbers for a value that all of them have, and each draws numbers of its own for its shard of a split value.
 
 Stages on a CPU draw from torch's own generator, from which a script, its callbacks and its data may draw too, on all
@@ -37,7 +37,7 @@ class Randomness:
         replicas: int = 1,
     ) -> None:
         self.iteration = 0  # first iteration of the program that runs
-        self.micro_batch = 0  # the current one, numbered within the program
+        self.micro_batch = 0  # the current iteration, numbered within the program
         self.device = device
         self._seed = seed
         self._first_micro_batch = first_micro_batch
@@ -92,7 +92,7 @@ class SeededOperation(nn.Module):
 
 
 def _mix(number: int) -> int:
-    """The finaliser of SplitMix64, which maps neighbouring numbers to unrelated ones."""
+    """The finaliser of SplitMix64, which maps neighbouring numbers to unrelated numbers."""
     number = (number + 0x9E3779B97F4A7C15) & _MASK
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK

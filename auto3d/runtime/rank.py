@@ -117,12 +117,12 @@ class Rank:
         """Everything that training changes here, by name, except the learning rates and ``numbers``."""
         state = {f"model.{name}": self._part(name, tensor) for name, tensor in (self.parameters | self.buffers).items()}
         for optimizer, _ in self.updaters():
-            for each in state_tensors(optimizer, self.parameters, self.slices):
-                if each.per_element:
-                    part = self._part(each.parameter, each.tensor, each.flat)
+            for optimizer_tensor in state_tensors(optimizer, self.parameters, self.slices):
+                if optimizer_tensor.per_element:
+                    part = self._part(optimizer_tensor.parameter, optimizer_tensor.tensor, optimizer_tensor.flat)
                 else:
-                    part = StatePart(tensor=each.tensor, shape=tuple(each.tensor.shape))
-                state[f"optimizer.{each.parameter}.{each.key}"] = part
+                    part = StatePart(tensor=optimizer_tensor.tensor, shape=tuple(optimizer_tensor.tensor.shape))
+                state[f"optimizer.{optimizer_tensor.parameter}.{optimizer_tensor.key}"] = part
         return state
 
     def _part(self, name: str, tensor: torch.Tensor, flat: tuple[int, int] | None = None) -> StatePart:
@@ -136,7 +136,7 @@ class Rank:
         )
 
     def updaters(self) -> Iterator[tuple[torch.optim.Optimizer, LRScheduler]]:
-        """The optimizers of all stages, each with its learning-rate schedule."""
+        """The optimizers of all stages, with their learning-rate schedules."""
         return chain.from_iterable(optimizers.values() for optimizers in self.optimizers.values())
 
     def make_state_to_load(self) -> None:
@@ -220,7 +220,7 @@ def build_rank(
     programs = programs_of(layout)
     # The prediction comes before anything that takes memory: where that runs out, the error names it.
     memory = MemoryWatch(layout.device, _predicted_memory(common, device)[layout.device])
-    # Waits for other ranks go through this, so that each has its deadline.
+    # Waits for other ranks go through this, so that each wait has its deadline.
     run_ahead = RunAhead(device)
     loss_scale = LossScale.of(settings.first_loss_scale)
     backend = _backend(settings, device, run_ahead, state, loss_scale)
@@ -251,11 +251,11 @@ def build_rank(
 
     def sized(other: CapturedModel) -> SizedStages:
         own = lay_out_rank(lay_out_sized(common, other), world.rank)
-        found = SizedStages(stages=backend.stages(own, tensors, randomness, group), transfers=own.transfers)
-        for pipe_stage, stage in found.stages.items():
+        sized_stages = SizedStages(stages=backend.stages(own, tensors, randomness, group), transfers=own.transfers)
+        for pipe_stage, stage in sized_stages.stages.items():
             stage.weights = stages[pipe_stage].weights
             compiled.append((stage, own.captured.graph))
-        return found
+        return sized_stages
 
     incomplete, shorter = None, None
     if data.incomplete is not None:
@@ -269,7 +269,7 @@ def build_rank(
         shorter = ShorterSamples(
             data=data.lengths,
             first_micro_batch=layout.first_micro_batch,
-            sized={each: sized(captured.for_inputs(inputs)) for each, inputs in data.lengths.inputs.items()},
+            sized={length: sized(captured.for_inputs(inputs)) for length, inputs in data.lengths.inputs.items()},
         )
     if settings.compile:
         _compile(compiled, world, device, group)

@@ -48,8 +48,8 @@ def rank_program(captured: CapturedModel, plan: Plan, replicas: int) -> RankProg
     return RankProgram(captured=model.program, plan=of_rank, whole_stages=plan.stages, derived=model)
 
 
-def _same_operations(one: Derived, other: Derived) -> bool:
-    pairs = zip(one.programs, other.programs, strict=True)
+def _same_operations(model: Derived, other: Derived) -> bool:
+    pairs = zip(model.programs, other.programs, strict=True)
     return all(here.graph.same_operations(there.graph) for here, there in pairs)
 
 
@@ -58,8 +58,8 @@ def _derived_once(captured: CapturedModel, plan: Plan, share: Share) -> Derived:
     if key not in captured.derived:
         halves = plan.tensor_overlap == SUB_PIPELINED
         captured.derived[key] = derived(captured, share, split=plan.split, halves=halves)
-    found: Derived = captured.derived[key]
-    return found
+    model: Derived = captured.derived[key]
+    return model
 
 
 def captured_slice(captured: CapturedModel, plan: Plan, replicas: int) -> tuple[CapturedModel, Plan]:
@@ -135,7 +135,7 @@ def resplit_dimensions(captured: CapturedModel, plan: Plan, stages: Sequence[Sta
     smaller = rank_program(captured, plan, max(replicas)).captured.graph
     half_of = {} if program.derived is None else program.derived.half_of
     dimensions = dimensions_between_replicas(stages, replicas, graph, smaller, halved=half_of.keys())
-    crossing = {(one.source, one.target, one.value.name) for one in transfers}
+    crossing = {(transfer.source, transfer.target, transfer.value.name) for transfer in transfers}
     for transfer in transfers:
         name = transfer.value.name
         other = name if (half := half_of.get(name)) is None else f"{name.removesuffix(str(half))}{1 - half}"

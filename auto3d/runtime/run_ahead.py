@@ -2,8 +2,8 @@
 
 A GPU gets its operations ahead of time, so that it never waits for the process. Then no call of the process waits for a
 message; the device's queue does. So the process polls, with a deadline, whether the oldest queued operations are done.
-If one is not, the reason is the first of its messages or sums over ranks that has not arrived. A CPU has no queue:
-there the process itself waits for each message.
+If an operation is not, the reason is the first of its messages or sums over ranks that has not arrived. A CPU has no
+queue: there the process itself waits for each message.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.waiting import poll, wait
 from auto3d.runtime.watch.observer import StepObserver
 
-OPERATIONS_AHEAD = 2  # operations queued behind the running one: enough to hide the time that queueing takes
+OPERATIONS_AHEAD = 2  # operations queued behind the running operation: enough to hide the time that queueing takes
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class _Queued:
     """An operation that the device, as far as the process knows, has not completed."""
 
     at: str
-    waits: list[tuple[torch.cuda.Event, str]]  # the arrivals that it waits for, each with its name for errors
+    waits: list[tuple[torch.cuda.Event, str]]  # the arrivals that it waits for, with their names for errors
     end: torch.cuda.Event
 
 

@@ -61,7 +61,7 @@ class OptimizerSettings:
     momentum: float = 0.9  # only for sgd
     betas: tuple[float, float] = (0.9, 0.999)  # only for adamw
     offload: bool = False  # the optimizer's state and its update are on the host
-    learning_rate_schedule: str = "constant"  # one of LEARNING_RATE_SCHEDULES, after the warm-up
+    learning_rate_schedule: str = "constant"  # a name in LEARNING_RATE_SCHEDULES, after the warm-up
     learning_rate_arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)  # arguments of that schedule
     warmup_iterations: int = 0  # iterations in which the rate rises linearly from 0
     clip_norm: float = 1.0  # upper bound of the global gradient norm; 0: no clipping

@@ -42,7 +42,7 @@ from auto3d.schedule.program import Program
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """The result of a run, the same on every rank. Lists have one entry per iteration, the ``_bytes`` one per rank.
+    """The result of a run, the same on every rank. Lists have an entry per iteration, the ``_bytes`` an entry per rank.
 
     Emulated devices compute nothing and hold nothing, so they have only ``iteration_s``; the other lists are empty.
     """
@@ -92,8 +92,9 @@ def train(
 class Training:
     """One rank's training of a Plan for ``settings.iterations``. All ranks make the same calls in the same order.
 
-    With ``checkpoints`` it resumes from the newest one and writes new ones. Once ``asked_to_end`` is true on any rank,
-    it writes a checkpoint and ends early: after the iteration or, under an asynchronous schedule, once that is flushed.
+    With ``checkpoints`` it resumes from the newest and writes further checkpoints. Once ``asked_to_end`` is true on any
+    rank, it writes a checkpoint and ends early: after the iteration or, under an asynchronous schedule, once that is
+    flushed.
 
     The process groups stay. After a success the caller reports the result and then leaves them (``world.leave``); after
     a failure it reports that, and ends the process without leaving them.
@@ -148,7 +149,7 @@ class Training:
         return self.done == self.first + len(self._results)
 
     def iterations(self) -> Iterator[tuple[int, IterationResult]]:
-        """Run the remaining iterations; yields the number, from 0, and the result of each.
+        """Run the remaining iterations; yields the number, from 0, and the result of each iteration.
 
         The caller may save between two iterations where the training is ``flushed``, and may stop at any of them.
         """
@@ -181,7 +182,7 @@ class Training:
         )
 
     def save(self) -> None:
-        """Begin to write a checkpoint, unless there is one of this iteration; training may go on meanwhile.
+        """Begin to write a checkpoint, unless this iteration has a checkpoint; training may go on meanwhile.
 
         All ranks must call it. The next call, and ``result``, wait until it is complete, and raise the error that
         prevented that. Where an optimizer averages, it holds the weights of evaluation, which an export is to have.
@@ -253,7 +254,7 @@ def _resume(
     check_it: Callable[[Path, Checkpoint], None],
     device: torch.device,
 ) -> int:
-    """Load the newest checkpoint, if there is one, into ``rank``; returns how many iterations it includes."""
+    """Load the newest checkpoint, if there is any, into ``rank``; returns how many iterations it includes."""
     # Rank 0 decides for all, because files may become visible at different times on different nodes.
     newest_iteration = [newest(checkpoints.folder) if dist.get_rank() == 0 else None]
     with waiting_for("rank 0 to say which checkpoint to resume from"):

@@ -12,7 +12,7 @@ from auto3d.runtime.backend_errors import is_local_failure, is_nccl_timeout
 
 _CONNECTION_ERROR = re.compile(r"\bgloo\b|Connection (closed|reset) by peer|\bNCCL\b")
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _BACKOFF = 2e-5, 1e-3, 1.5  # pauses of a poll: each is 1.5 times the last
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _BACKOFF = 2e-5, 1e-3, 1.5  # pauses of a poll: each pause is 1.5 times the last
 
 
 class WaitTimeoutError(TimeoutError):
@@ -20,7 +20,7 @@ class WaitTimeoutError(TimeoutError):
 
 
 class PeerLostError(ConnectionError):
-    """A rank that another one was waiting for is gone, or has failed where it was to answer."""
+    """A rank that another rank was waiting for is gone, or has failed where it was to answer."""
 
 
 class Waiting:

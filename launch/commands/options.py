@@ -35,7 +35,7 @@ test_only = click.option("--test-only", is_flag=True, help="Ask SLURM whether it
 
 
 def load_for(verb: str, recipe: str, overrides: Sequence[str]) -> LoadedRecipe:
-    """The recipe for ``verb``; a line names each of the ``overrides`` that has no effect there."""
+    """The recipe for ``verb``; a line names every override that has no effect there."""
     loaded = load(recipe, overrides)
     for path in read_overrides(overrides):
         written = write_path(path)

@@ -95,19 +95,19 @@ def paper(
             raise click.UsageError(f"{option} belongs to --run")
     changed = bool(overrides or only or runs)
     output = output or (OWN_RESULTS if changed else RESULTS)
-    which = [ItemRun(one, [*only], str(output)) for one in chosen]
+    which = [ItemRun(item_name, [*only], str(output)) for item_name in chosen]
     if every and changed:
-        which = [one for one in which if _has_rows(one)]
-    items = [_item(one) if changed else read_item(file_of(one.item)) for one in which]  # all, before the first is made
+        which = [run for run in which if _has_rows(run)]
+    items = [_item(run) if changed else read_item(file_of(run.item)) for run in which]  # all, before the first is made
     again = Retry.ALL if retry else Retry.NONE
     if dry_run or test_only:
-        for one in which:
-            _print_submissions(one, overrides, again, ask_slurm=test_only)
+        for item_run in which:
+            _print_submissions(item_run, overrides, again, ask_slurm=test_only)
         return 0
     if runs:
         codes = []
-        for one in which:
-            codes.append(run_item(one, overrides, again, follow=not detach))
+        for item_run in which:
+            codes.append(run_item(item_run, overrides, again, follow=not detach))
             if codes[-1] == INTERRUPTED:
                 break
         return max(codes)
@@ -119,13 +119,13 @@ def paper(
     ready = {}
     if len(which) > 1:
         with sweep_progress(err) as watcher:
-            files = [file_of(one.item) for one in which]
+            files = [file_of(run.item) for run in which]
             ready = predict_items(dict(zip(files, items, strict=True)), overrides, watcher.tell)
-    for one, item in zip(which, items, strict=True):
-        file = file_of(one.item)
+    for item_run, item in zip(which, items, strict=True):
+        file = file_of(item_run.item)
         with sweep_progress(err) as watcher:
             made = make_item(file.stem, item, file, watcher, overrides, ready.get(file))
-        for written in write_item(file.stem, item, made, output, _command(one, overrides) if changed else ""):
+        for written in write_item(file.stem, item, made, output, _command(item_run, overrides) if changed else ""):
             click.echo(written)
     click.echo(_write_index(which, output, all_shipped=not changed))
     return 0
@@ -155,7 +155,7 @@ def run_item(which: ItemRun, overrides: Sequence[str], retry: Retry, *, follow: 
     files = write_item(file.stem, item, made, output, _command(which, overrides, "--run"))
     for written in [*files, _write_index([which], output)]:
         click.echo(written)
-    if not any(row.values for one in made for row in one.here):
+    if not any(row.values for part in made for row in part.here):
         return complain("no trial succeeded", RUN_FAILED)
     return 0
 
@@ -179,7 +179,7 @@ def _write_index(made: Sequence[ItemRun], output: Path, *, all_shipped: bool = F
     from launch.papers.tried import explained, summary
     from launch.papers.write import items_in, write_index
 
-    files = {file_of(one.item).stem: file_of(one.item) for one in made}
+    files = {file_of(run.item).stem: file_of(run.item) for run in made}
     shipped = {name: file_of(name) for name in names() if all_shipped or name in items_in(output)}
     items = {name: read_item(file) for name, file in (shipped | files).items()}
     return write_index(items, output, summary(output), explained(output))

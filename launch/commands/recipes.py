@@ -26,17 +26,17 @@ def recipes(names: tuple[str, ...], as_json: bool) -> int:
             note(f"written: {copy}")
     if names:
         return 0
-    found = shipped_recipes()
+    shipped = shipped_recipes()
     if as_json:
-        print_json([asdict(one) for one in found])
+        print_json([asdict(recipe) for recipe in shipped])
     elif not out.is_terminal:
-        for one in found:
-            print(one.name, one.about, sep="\t")
+        for recipe in shipped:
+            print(recipe.name, recipe.about, sep="\t")
     else:
         table = Table()
         table.add_column("recipe", no_wrap=True)
         table.add_column("what it is", overflow="fold")
-        for one in found:
-            table.add_row(one.name, escape(one.about))
+        for recipe in shipped:
+            table.add_row(recipe.name, escape(recipe.about))
         out.print(table)
     return 0

@@ -26,15 +26,15 @@ def recompute(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
 
     tried: list[TriedFraction] = []
 
-    def report(one: "TriedFraction") -> None:
-        tried.append(one)
-        measurement = one.measurement
-        outcome = f"fits, {measurement.median_s:.3f} s/iteration" if one.fits else f"{measurement.status}\n"
-        note(f"recompute={one.fraction!r}: {outcome}{measurement.error}")
+    def report(attempt: "TriedFraction") -> None:
+        tried.append(attempt)
+        measurement = attempt.measurement
+        outcome = f"fits, {measurement.median_s:.3f} s/iteration" if attempt.fits else f"{measurement.status}\n"
+        note(f"recompute={attempt.fraction!r}: {outcome}{measurement.error}")
 
     fraction = try_fractions(loaded, report)
     if as_json:
-        records = [{"recompute": one.fraction, "status": one.measurement.status} for one in tried]
+        records = [{"recompute": attempt.fraction, "status": attempt.measurement.status} for attempt in tried]
         print_json({"recompute": fraction, "tried": records})
     elif fraction is not None:
         print(f"the largest that fits: {loaded.command('train', f'plan.recompute={fraction!r}')}")

@@ -24,7 +24,7 @@ def run_in_background(
 
 
 def next_commands(recipe: LoadedRecipe) -> str:
-    """The commands that follow, end and resume what was started, one per line, each with its meaning."""
+    """The commands that follow, end and resume what was started: a line per command, with its meaning."""
     meanings = {
         ("status", "--watch"): "show the state of its trials until all have ended",
         ("logs", "TRIAL", "-f"): "show the output of one trial",
@@ -46,6 +46,6 @@ def interrupted(recipe: LoadedRecipe) -> int:
 
 def print_failed(recipe: LoadedRecipe, verb: str, measurements: Sequence[Measurement]) -> None:
     """Say how many of ``measurements`` have failed or timed out, if any, and how to run these trials again."""
-    if failed := sum(one.status not in FINAL for one in measurements):
+    if failed := sum(measurement.status not in FINAL for measurement in measurements):
         retry = recipe.command(verb, "--retry")
         note(f"{counted(failed, 'trial')} failed or timed out; to run again: {retry}")

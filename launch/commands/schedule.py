@@ -96,7 +96,7 @@ def schedule(
     if list_all:
         print_families(as_json)
         return 0
-    if sum(each is not None for each in (name, load, compare)) != 1:
+    if sum(choice is not None for choice in (name, load, compare)) != 1:
         raise click.UsageError("write one schedule's name, or --load FILE, or --compare A,B,..., or --list")
     if load is not None:
         name, stages, micro_batches = NAME, *_sizes_of(load, stages, micro_batches)

@@ -56,7 +56,7 @@ def sweep_on(loaded: LoadedRecipe, retry: Retry, *, follow: bool = True) -> int:
     files = tables.write(results)
     print(f"{tables.terminal(results)}\n\nwritten: {', '.join(map(str, files))}")
     print_failed(loaded, "sweep", results.measurements)
-    if not any(one.status is Status.OK for one in results.measurements):
+    if not any(measurement.status is Status.OK for measurement in results.measurements):
         return complain("no trial succeeded", RUN_FAILED)
     if tables.best(results) is not None:
         print(f"to train under the fastest plan: {loaded.command('train', '--plan', str(files[-1]), without='plan')}")

@@ -48,9 +48,9 @@ def train(
     if check:
         from launch.drivers.planned_training import check_spec
 
-        found = check_spec(loaded, plan_file, err)
-        print_spec(found, as_json=as_json)
-        return RUN_FAILED if any(found.values()) else 0
+        broken = check_spec(loaded, plan_file, err)
+        print_spec(broken, as_json=as_json)
+        return RUN_FAILED if any(broken.values()) else 0
     if dry_run or test_only:
         from launch.drivers.planned_training import plan_training  # it imports torch, as in train_on
 

@@ -64,7 +64,7 @@ def tune_on(loaded: LoadedRecipe, retry: Retry, *, profile: bool = True) -> int:
     summary = tune_report.summary(loaded, search, tried)
     files = tune_report.write(loaded, tried, summary)
     print(f"{tune_report.table(loaded, tried, 'simple')}\n\n{summary}\n\nwritten: {', '.join(map(str, files))}")
-    print_failed(loaded, "tune", [measurement for one in tried for measurement in one.measurements])
+    print_failed(loaded, "tune", [measurement for plan in tried for measurement in plan.measurements])
     if tuning.fastest(tried) is None:
         return complain("no trial succeeded", RUN_FAILED)
     print(f"to train under the fastest plan: {loaded.command('train', '--plan', str(files[-1]), without='plan')}")

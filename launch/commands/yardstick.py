@@ -49,12 +49,12 @@ def yardstick(
             click.echo(f"set\t{name}\t{measured.title}: {measured.source}")
         for name in TRACES:
             click.echo(f"set\t{name}\ta traced training, for the simulator alone")
-        for name, one in known.items():
-            click.echo(f"predictor\t{name}\t{one.title}")
+        for name, predictor in known.items():
+            click.echo(f"predictor\t{name}\t{predictor.title}")
         return 0
     _check("--set", sets, [*SETS, *TRACES])
     _check("--predictor", names, list(known))
-    chosen = [one for name, one in known.items() if not names or name in names]
+    chosen = [predictor for name, predictor in known.items() if not names or name in names]
     chosen += [program(command, limit_s=limit_s) for command in programs]
     scored = [score_set(SETS[name], chosen, note) for name in SETS if not sets or name in sets]
     traces = [replay_trace(name) for name in TRACES if not sets or name in sets]
@@ -63,7 +63,7 @@ def yardstick(
     if out is not None:
         for file in write_pages(scored, traces, out):
             note(f"written: {file}")
-        if not sets and (errors := [one.errors for one in known_errors_of(scored)]):
+        if not sets and (errors := [known_errors.errors for known_errors in known_errors_of(scored)]):
             write_errors(errors, file := published(FILE))
             note(f"written: {file}")
     return 0

@@ -46,5 +46,5 @@ def print_calibration(
     print(tabulate(rows, ["by", "", "mean error", "iterations"]))
     print("\nlargest errors:")
     worst = sorted(zip(errors, planned, strict=True), key=lambda pair: -abs(pair[0]))[:WORST]
-    cells = [(*(one.row[name] for name in GROUPED), f"{error:+.1%}") for error, one in worst]
+    cells = [(*(iteration.row[name] for name in GROUPED), f"{error:+.1%}") for error, iteration in worst]
     print(tabulate(cells, [*GROUPED, "predicted against measured"]))

@@ -58,15 +58,15 @@ def _table(figures: CaptureFigures) -> str:
 def _tensor_table(tensor: "Explanation", micro_batch_size: int) -> str:
     """The weights, alike weights in one row, and the shares and collectives of one rank."""
     rows: dict[tuple, int] = {}
-    for each in tensor.weights:
-        name = re.sub(r"\d+", "*", each.weight)
-        row = name, " × ".join(map(str, each.shape)), _split_in_words(each.split, tensor.shards), each.reason
+    for weight in tensor.weights:
+        name = re.sub(r"\d+", "*", weight.weight)
+        row = name, " × ".join(map(str, weight.shape)), _split_in_words(weight.split, tensor.shards), weight.reason
         rows[row] = rows.get(row, 0) + 1
     cells = [(f"{name} ({count})" if count > 1 else name, *rest) for (name, *rest), count in rows.items()]
     weights = tabulate(cells, ["weight", "shape", f"on {tensor.shards} ranks", "because"], disable_numparse=True)
     exchanges = [
-        (f"{each.phase}: {each.collective}", f"{each.count} of {each.bytes / 2**20:.4g} MiB in all")
-        for each in tensor.exchanges
+        (f"{exchange.phase}: {exchange.collective}", f"{exchange.count} of {exchange.bytes / 2**20:.4g} MiB in all")
+        for exchange in tensor.exchanges
     ]
     shares = [
         ("FLOPs that are split", f"{tensor.split_flops:.1%}"),

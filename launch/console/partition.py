@@ -91,20 +91,20 @@ def _why_not_run(partitioned: PartitionedModel) -> str:
 
     Where stages are of the micro-batches that the caller chose, nothing is said.
     """
-    found, request = partitioned.partition, partitioned.request
-    if found.micro_batches is None:
+    partition, request = partitioned.partition, partitioned.request
+    if partition.micro_batches is None:
         return ""
-    slices = found.pipelines * found.micro_batches  # micro-batches of the global batch
-    for stage, replicas in enumerate(found.replicas):
-        each = replicas // found.pipelines
-        if request.global_batch % (slices * each):
+    slices = partition.pipelines * partition.micro_batches  # micro-batches of the global batch
+    for stage, replicas in enumerate(partition.replicas):
+        copies = replicas // partition.pipelines
+        if request.global_batch % (slices * copies):
             whole, parts = counted(request.global_batch, "sample"), counted(slices, "micro-batch", "micro-batches")
             return (
-                f"auto3d cannot train with these: the {counted(each, 'replica')} of stage {stage} would get unequal "
+                f"auto3d cannot train with these: the {counted(copies, 'replica')} of stage {stage} would get unequal "
                 f"slices of {whole} in {parts}; --plan FILE finds stages with equal ones"
             )
     try:
-        check_runs(plan_of(found, request, seed=0), request.graph_at)
+        check_runs(plan_of(partition, request, seed=0), request.graph_at)
     except InputError as error:
         return f"auto3d cannot train with these: {error}"
     return ""

@@ -26,16 +26,19 @@ def print_predictions(recipe: LoadedRecipe, *, file: str, out_file: str | None, 
     if as_json:
         print_json(
             [
-                {**one.row, **dict(zip(ADDED, (one.seconds, one.peak_bytes, one.problem), strict=True))}
-                for one in predictions
+                {
+                    **prediction.row,
+                    **dict(zip(ADDED, (prediction.seconds, prediction.peak_bytes, prediction.problem), strict=True)),
+                }
+                for prediction in predictions
             ]
         )
     elif out_file:
         print(f"written: {out_file}, {counted(len(predictions), 'row')}")
     else:
         print(_table(predictions))
-    problems = sum(bool(one.problem) for one in predictions)
-    measured_in = next((one.measured_in for one in predictions if one.measured_in), "")
+    problems = sum(bool(prediction.problem) for prediction in predictions)
+    measured_in = next((prediction.measured_in for prediction in predictions if prediction.measured_in), "")
     source = f"times are {recipe.values.prediction.method} on {basis(recipe, measured_in)}, not measured"
     print(f"{counted(len(predictions), 'candidate')}, {problems} with a problem; {source}", file=sys.stderr)
 
@@ -44,12 +47,12 @@ def _table(predictions: Sequence[Prediction]) -> str:
     shown = [name for name in predictions[0].row if name in PLAN_COLUMNS or "." in name]
     cells = [
         (
-            *(one.row[name] for name in shown),
-            "" if one.seconds is None else f"{one.seconds:.4g}",
-            "" if one.peak_bytes is None else in_gib(one.peak_bytes),
-            one.problem,
+            *(prediction.row[name] for name in shown),
+            "" if prediction.seconds is None else f"{prediction.seconds:.4g}",
+            "" if prediction.peak_bytes is None else in_gib(prediction.peak_bytes),
+            prediction.problem,
         )
-        for one in predictions
+        for prediction in predictions
     ]
     return tabulate(cells, [*shown, "predicted s", "peak GiB", "problem"], disable_numparse=True)
 
@@ -59,7 +62,7 @@ def _write(file: str, predictions: Sequence[Prediction]) -> None:
     with Path(file).open("w", newline="") as lines:
         writer = csv.DictWriter(lines, [*predictions[0].row, *ADDED], extrasaction="ignore")
         writer.writeheader()
-        for one in predictions:
-            seconds = "" if one.seconds is None else f"{one.seconds:.6g}"
-            peak = "" if one.peak_bytes is None else f"{one.peak_bytes:.0f}"
-            writer.writerow({**one.row, **dict(zip(ADDED, (seconds, peak, one.problem), strict=True))})
+        for prediction in predictions:
+            seconds = "" if prediction.seconds is None else f"{prediction.seconds:.6g}"
+            peak = "" if prediction.peak_bytes is None else f"{prediction.peak_bytes:.0f}"
+            writer.writerow({**prediction.row, **dict(zip(ADDED, (seconds, peak, prediction.problem), strict=True))})

@@ -69,20 +69,20 @@ def write_profile(profile: Profile, file: Path) -> tuple[Path, Path]:
 
 
 def _table(profile: Profile) -> str:
-    """Times of the subgraphs, then figures of the machine, each with how it was measured."""
+    """Times of the subgraphs, then figures of the machine, with how they were measured."""
     rows = [
         (
             size.micro_batch_size,
             f"{size.tp}, sequence" if size.sequence_parallel else str(size.tp),
-            one.name,
+            subgraph.name,
             size.kinds.count(kind),
-            f"{1e3 * one.forward_s:.3f}",
-            f"{1e3 * one.backward_s:.3f}",
-            f"{1e3 * one.backward_weight_s:.3f}",
-            f"{one.saved_bytes / 2**20:.2f}",
+            f"{1e3 * subgraph.forward_s:.3f}",
+            f"{1e3 * subgraph.backward_s:.3f}",
+            f"{1e3 * subgraph.backward_weight_s:.3f}",
+            f"{subgraph.saved_bytes / 2**20:.2f}",
         )
         for size in profile.sizes
-        for kind, one in enumerate(size.subgraphs)
+        for kind, subgraph in enumerate(size.subgraphs)
     ]
     heads = ["micro-\nbatch", "tp", "subgraph", "times in\nthe model", "forward\n(ms)", "backward\n(ms)"]
     subgraphs = tabulate(rows, [*heads, "weight half\n(ms)", "saved\n(MiB)"], disable_numparse=True)
@@ -105,10 +105,12 @@ def _table(profile: Profile) -> str:
         figures.append(("sum beside compute", f"{slowdown:.1%}", f"{how}; least squares over sizes"))
     figures.append(("update", f"{1e9 * profile.update_s:.2f} ns", "per parameter, with gradient norm and zeroing"))
     if profile.candidates:
-        each, distinct = len(profile.candidates[0].kinds), sum(len(size.forward_s) for size in profile.candidates)
+        stages, distinct = len(profile.candidates[0].kinds), sum(len(size.forward_s) for size in profile.candidates)
         sizes = ", ".join(str(size.micro_batch_size) for size in profile.candidates)
-        figures.append(("candidate stages", str(each), f"of RaNNC, at micro-batch sizes {sizes}; {distinct} distinct"))
-    repetitions = [one.repetitions for size in profile.sizes for one in size.subgraphs]
+        figures.append(
+            ("candidate stages", str(stages), f"of RaNNC, at micro-batch sizes {sizes}; {distinct} distinct")
+        )
+    repetitions = [subgraph.repetitions for size in profile.sizes for subgraph in size.subgraphs]
     ranks, threads = profile.setting.devices_per_node, profile.setting.threads
     how = (
         f"Measured: {profile.model}, {counted(ranks, 'rank')} of {counted(threads, 'thread')} on "
@@ -147,9 +149,11 @@ def _draw(profile: Profile, file: Path) -> None:
     times, rates = figure.subplots(1, 2)
     whole = [size for size in profile.sizes if size.tp == 1]
     sizes = [size.micro_batch_size for size in whole]
-    for name in dict.fromkeys(one.name for size in whole for one in size.subgraphs):
-        each = [next((one for one in size.subgraphs if one.name == name), None) for size in whole]
-        milliseconds = [1e3 * (one.forward_s + one.backward_s) if one else None for one in each]
+    for name in dict.fromkeys(subgraph.name for size in whole for subgraph in size.subgraphs):
+        subgraphs = [next((subgraph for subgraph in size.subgraphs if subgraph.name == name), None) for size in whole]
+        milliseconds = [
+            1e3 * (subgraph.forward_s + subgraph.backward_s) if subgraph else None for subgraph in subgraphs
+        ]
         times.plot(sizes, milliseconds, marker="o", label=name)
     times.set(xlabel="micro-batch size (samples)", ylabel="forward and backward (ms)", xlim=0, ylim=0)
     times.legend(fontsize="small")

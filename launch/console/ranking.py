@@ -54,21 +54,21 @@ def print_plans(recipe: LoadedRecipe, search: Search, *, as_json: bool, show_all
     shown = ranked if show_all else ranked[:SHOWN]
     assumed = places_assumed(recipe, search.maker.model, ranked)
     certainty = certainty_of(recipe, search.maker.model.measured_in)
-    tied = 0 if certainty is None else certainty.tied([one.seconds for one in ranked])
+    tied = 0 if certainty is None else certainty.tied([plan.seconds for plan in ranked])
     rows = [
-        cells(one, certainty, SIGN if place in assumed else "", tied=0 < place <= tied)
-        for place, one in enumerate(shown)
+        cells(plan, certainty, SIGN if place in assumed else "", tied=0 < place <= tied)
+        for place, plan in enumerate(shown)
     ]
     headings = [heading for heading in HEADINGS if certainty is not None or heading != INTERVAL]
     print(tabulate(rows, headings, disable_numparse=True))
     if len(shown) < len(ranked):
         print(f"… and {len(ranked) - len(shown)} more (--all)")
-    if same := [(place, one) for place, one in enumerate(ranked, 1) if one.same]:
+    if same := [(place, plan) for place, plan in enumerate(ranked, 1) if plan.same]:
         print(_same(same) if show_all else f"{counted(len(same), 'plan')} under several candidates (--all names them)")
     if assumed:
         print(SIGN_MEANS)
     if certainty is not None:
-        print(f"\n{certainty_lines(certainty, [one.seconds for one in ranked])}")
+        print(f"\n{certainty_lines(certainty, [plan.seconds for plan in ranked])}")
         if tied:
             print(f"what tells them apart at the least cost: {what_separates(recipe, tied + 1)}")
     print(f"\nwhy the best is best, in seconds:\n{_explanation(search, ranked)}")
@@ -84,18 +84,18 @@ def print_plans(recipe: LoadedRecipe, search: Search, *, as_json: bool, show_all
         print(note)
 
 
-def cells(one: Ranked, certainty: Certainty | None = None, mark: str = "", *, tied: bool = False) -> tuple[Any, ...]:
+def cells(ranked: Ranked, certainty: Certainty | None = None, mark: str = "", *, tied: bool = False) -> tuple[Any, ...]:
     """The cells of a candidate's row, under HEADINGS; without ``certainty``, none under INTERVAL.
 
     ``mark`` stands behind the time of a plan whose place assumed links decide; a plan that is ``tied`` with the first
     has a mark behind its interval.
     """
-    candidate = one.candidate
+    candidate = ranked.candidate
     interval: tuple[str, ...] = ()
     if certainty is not None:
-        interval = ("–".join(f"{end:.3g}" for end in certainty.interval(one.seconds)) + f" {TIED}" * tied,)
+        interval = ("–".join(f"{end:.3g}" for end in certainty.interval(ranked.seconds)) + f" {TIED}" * tied,)
     choices = (getattr(candidate, name) for name in NAMED)
-    return f"{one.seconds:.4g} {mark}".rstrip(), *interval, *choices, candidate.more
+    return f"{ranked.seconds:.4g} {mark}".rstrip(), *interval, *choices, candidate.more
 
 
 def _summary(recipe: LoadedRecipe, search: Search) -> str:
@@ -105,26 +105,26 @@ def _summary(recipe: LoadedRecipe, search: Search) -> str:
 def _same(plans: Sequence[tuple[int, Ranked]]) -> str:
     """The candidates that are the same plan as a listed candidate, with its place."""
     lines = ["the same operations on links that are as fast:"]
-    lines += [f"  plan {place}: {'; '.join(map(str, one.same))}" for place, one in plans]
+    lines += [f"  plan {place}: {'; '.join(map(str, plan.same))}" for place, plan in plans]
     return "\n".join(lines)
 
 
 def _reasons(refused: Refusals) -> str:
     """The reasons, commonest first, with an example of each reason."""
     lines = [f"{counted(refused.total, 'candidate')} cannot run, with one example of each reason:"]
-    lines += [f"  ×{one.count} {one.reason} ({one.example})" for one in refused]
+    lines += [f"  ×{refusal.count} {refusal.reason} ({refusal.example})" for refusal in refused]
     return "\n".join(lines)
 
 
 def _explanation(search: Search, ranked: Sequence[Ranked]) -> str:
-    """How the first few plans spend their time, one row each."""
+    """How the first few plans spend their time, a row per plan."""
     rows, bound = [], []
-    for place, one in enumerate(ranked[:EXPLAINED], 1):
-        estimate = search.maker.model.estimate(one.plan)
+    for place, ranked_plan in enumerate(ranked[:EXPLAINED], 1):
+        estimate = search.maker.model.estimate(ranked_plan.plan)
         if (share := estimate.host_s / estimate.seconds) >= HOST_BINDS:
             bound.append(f"{share:.0%} of plan {place}")
         parts = [f"{getattr(estimate, name):.3g}" for name in PARTS.values()]
-        rows.append((place, f"{estimate.seconds:.4g}", *parts, plan_name(one.plan)))
+        rows.append((place, f"{estimate.seconds:.4g}", *parts, plan_name(ranked_plan.plan)))
     shown = tabulate(rows, ["", "all", *PARTS, "plan"], disable_numparse=True)
     if not bound:
         return shown

@@ -143,9 +143,9 @@ def compare(records: Sequence[dict[str, Any]], baseline: str) -> None:
     InputError unless they match exactly one row, whose trial succeeded.
     """
     seconds = _baseline(records, baseline)["iteration_s"]
-    for one in records:
-        if one["iteration_s"] is not None:
-            one["speed_up"] = seconds / one["iteration_s"]
+    for row in records:
+        if row["iteration_s"] is not None:
+            row["speed_up"] = seconds / row["iteration_s"]
 
 
 def _baseline(records: Sequence[dict[str, Any]], text: str) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _baseline(records: Sequence[dict[str, Any]], text: str) -> dict[str, Any]:
         if not sign or key not in {**CHOICES, **METHODS}:
             raise InputError(f"--baseline: {pair!r}: write KEY=VALUE with a key of {', '.join([*CHOICES, *METHODS])}")
         wanted[key] = value
-    matching = [one for one in records if all(_text(one[key]) == value for key, value in wanted.items())]
+    matching = [row for row in records if all(_text(row[key]) == value for key, value in wanted.items())]
     if len(matching) != 1:
         names = _names(matching or records)
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
@@ -170,8 +170,8 @@ def _baseline(records: Sequence[dict[str, Any]], text: str) -> dict[str, Any]:
 def _names(records: Sequence[dict[str, Any]]) -> list[str]:
     """The records by the pairs in which they differ, of columns that a table shows."""
     shown = [key for key in columns_of(records) if key in {**CHOICES, **METHODS}]
-    keys = [key for key in shown if len({one[key] for one in records}) > 1] or shown
-    return [" ".join(f"{key}={_text(one[key])}" for key in keys) for one in records]
+    keys = [key for key in shown if len({row[key] for row in records}) > 1] or shown
+    return [" ".join(f"{key}={_text(row[key])}" for key in keys) for row in records]
 
 
 def _text(value: Any) -> str:
@@ -191,8 +191,8 @@ def _count(ranges: Sequence[tuple[int, int]]) -> int:
 
 def rate_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Name -> heading of the columns of RATES that hold something; FLOPs with recomputation only if a row has any."""
-    columns = {name: heading for name, heading in RATES.items() if any(one[name] is not None for one in records)}
-    if all(one[_HARDWARE] == one[_MODEL] for one in records):
+    columns = {name: heading for name, heading in RATES.items() if any(row[name] is not None for row in records)}
+    if all(row[_HARDWARE] == row[_MODEL] for row in records):
         columns.pop(_HARDWARE, None)
     return columns
 
@@ -213,22 +213,22 @@ def columns_of(records: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Name -> heading of the columns in which trials of this table can differ, and that are not empty."""
     columns = dict(HEADINGS)
     empty = {
-        name: all(one[name] == AXES[name].default for one in records) for name in CHOICES if AXES[name].label is None
+        name: all(row[name] == AXES[name].default for row in records) for name in CHOICES if AXES[name].label is None
     }
     empty |= {
-        "why_not": not any(one["why_not"] for one in records),
-        "recompute": all(one["recompute"] == "none" for one in records),  # true in most sweeps
-        "replicas": all(set(one["replicas"]) <= {"1", "+"} for one in records),
-        **{name: len({one[name] for one in records}) < 2 for name in METHODS},
+        "why_not": not any(row["why_not"] for row in records),
+        "recompute": all(row["recompute"] == "none" for row in records),  # true in most sweeps
+        "replicas": all(set(row["replicas"]) <= {"1", "+"} for row in records),
+        **{name: len({row[name] for row in records}) < 2 for name in METHODS},
         **{name: name not in rate_columns(records) for name in RATES},
     }
     # CPUs do not report used_bytes.
     corrections = "corrected_s", "corrected_interval_s"
     for name in ("predicted_s", "prediction_error", *corrections, "speed_up", "used_bytes", *COMMUNICATION):
-        empty[name] = all(one[name] is None for one in records)
+        empty[name] = all(row[name] is None for row in records)
     for name in (name for name, is_empty in empty.items() if is_empty):
         del columns[name]
-    if any(one["devices"] == "emulated" for one in records):
+    if any(row["devices"] == "emulated" for row in records):
         columns["devices"] = "devices"  # every row names its devices
     return columns
 
@@ -237,7 +237,7 @@ def same_choices(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Column of CHOICES -> its value, where this is the same in all of several records."""
     if len(records) < 2:
         return {}
-    return {key: records[0][key] for key in CHOICES if all(one[key] == records[0][key] for one in records)}
+    return {key: records[0][key] for key in CHOICES if all(row[key] == records[0][key] for row in records)}
 
 
 def cells(record: Mapping[str, Any], columns: Collection[str]) -> list[str]:

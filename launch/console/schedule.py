@@ -82,13 +82,13 @@ def print_comparison(names: Sequence[str], request: ScheduleRequest, *, as_json:
     timelines = timelines_of(names, request)
     figures = [figures_of(timeline) for timeline in timelines]
     if as_json:
-        print_json([asdict(one) for one in figures])
+        print_json([asdict(figure) for figure in figures])
         return
     headings = ["schedule", "makespan", "bubble\nratio", "weight\ncopies", "activations\nin flight"]
-    rows = [[name, *_row(one)] for name, one in zip(names, figures, strict=True)]
+    rows = [[name, *_row(figure)] for name, figure in zip(names, figures, strict=True)]
     print(tabulate(rows, headings, colalign=["left", *["right"] * 4], disable_numparse=True))
     print(f"\n{_assumptions(request, timelines[0])}")
-    if any(one.steady_state for one in figures):
+    if any(figure.steady_state for figure in figures):
         print("* asynchronous: one iteration in the steady state, without warm-up and drain")
 
 

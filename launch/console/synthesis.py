@@ -91,8 +91,8 @@ def _table(memory: Sequence[float], weights: list[float], held: list[float]) -> 
 
 
 def _summary(solution: Solution) -> str:
-    schedule, found = solution.synthesis.schedule, solution.synthesis
-    own = f"synthesized     {found.makespan:.6g}: {solution.structure.placement} placement"
+    schedule, synthesis = solution.synthesis.schedule, solution.synthesis
+    own = f"synthesized     {synthesis.makespan:.6g}: {solution.structure.placement} placement"
     own += f", stages {write_recompute(schedule.recompute, schedule.stages)} recompute" if schedule.recompute else ""
     if solution.by_rule is None:
         return f"best by rule    none fits the memory\n{own}"

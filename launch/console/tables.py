@@ -29,7 +29,7 @@ class Results:
     """The measurements of a sweep."""
 
     recipe: LoadedRecipe  # with the overrides of the sweep
-    measurements: list[Measurement]  # one per ended trial, fastest first
+    measurements: list[Measurement]  # a row per ended trial, fastest first
     trials: int  # number of all trials of the sweep
     left_out: int  # number of candidates beyond search.max_trials
     predicted_s: Mapping[Plan, float] = field(default_factory=dict)  # seconds per iteration of plans that have any
@@ -53,7 +53,9 @@ def results_of(recipe: LoadedRecipe, baseline: str = "") -> Results:
         if not recipe.overrides:
             change = "the recipe has changed since its last sweep"
         raise StoreError(f"{recipe.name}: no finished trial: {change}; to run them: {present.command('sweep')}")
-    ended = {name: one.plan for name in sweep.trials if (one := measurement_of(present, name)) is not None}
+    ended = {
+        name: measurement.plan for name in sweep.trials if (measurement := measurement_of(present, name)) is not None
+    }
     return results(
         present,
         measurements_of(present, sweep),
@@ -78,18 +80,23 @@ def results(
 
 def rows(results: Results) -> list[dict[str, Any]]:
     """One record per finished trial; raises InputError if the baseline is not one row whose trial succeeded."""
-    found = [
-        record(results.recipe, one, results.predicted_s.get(one.plan), results.candidates.get(one.plan))
-        for one in results.measurements
+    records = [
+        record(
+            results.recipe,
+            measurement,
+            results.predicted_s.get(measurement.plan),
+            results.candidates.get(measurement.plan),
+        )
+        for measurement in results.measurements
     ]
     if not results.profiled:
-        right = corrected([one["predicted_s"] for one in found], [one["iteration_s"] for one in found])
-        for one, each in zip(found, right, strict=True):
-            one["corrected_s"] = None if each is None else each.seconds
-            one["corrected_interval_s"] = None if each is None else [*each.interval_s]
+        right = corrected([row["predicted_s"] for row in records], [row["iteration_s"] for row in records])
+        for row, correction in zip(records, right, strict=True):
+            row["corrected_s"] = None if correction is None else correction.seconds
+            row["corrected_interval_s"] = None if correction is None else [*correction.interval_s]
     if results.baseline:
-        compare(found, results.baseline)
-    return found
+        compare(records, results.baseline)
+    return records
 
 
 def best(results: Results) -> Measurement | None:
@@ -132,8 +139,8 @@ def terminal(results: Results) -> str:
     # The command at the end keeps a line of its own, so that it can be copied.
     text, again = fill(provenance(results), 80), _again(results)
     table = _table(records, "simple", shown) + (f"\n\nAll rows: {common}" if common else "")
-    reasons = [fill(f"infeasible: {one['why_not']}", 80) for one in records if one["why_not"]]
-    not_logged = dict.fromkeys(one["why_not_logged"] for one in records if one["why_not_logged"])
+    reasons = [fill(f"infeasible: {row['why_not']}", 80) for row in records if row["why_not"]]
+    not_logged = dict.fromkeys(row["why_not_logged"] for row in records if row["why_not_logged"])
     reasons += [fill(f"not logged: {reason}", 80) for reason in not_logged]
     return "\n\n".join([table, *reasons, f"{text}\nAgain: {again}"])
 
@@ -167,12 +174,14 @@ def provenance(results: Results) -> str:
             else ": of its tensors, and used on its device, context and NCCL included"
         )
     text += _figures(results)
-    environments = {one.environment for one in results.measurements if one.environment}
-    for environment in sorted(environments, key=lambda one: (one.host, str(one))):
+    environments = {measurement.environment for measurement in results.measurements if measurement.environment}
+    for environment in sorted(environments, key=lambda environment: (environment.host, str(environment))):
         text += f"; on {environment.host}: {environment.computer_and_software}"
-    days = sorted({one.finished[:10] for one in results.measurements if one.finished})
+    days = sorted({measurement.finished[:10] for measurement in results.measurements if measurement.finished})
     text += f"; {' to '.join(dict.fromkeys([days[0], days[-1]]))}" if days else ""
-    if others := sorted({one.engine_version for one in results.measurements if one.engine_version}):
+    if others := sorted(
+        {measurement.engine_version for measurement in results.measurements if measurement.engine_version}
+    ):
         text += f"; {', '.join(others)}"
     ended = len(results.measurements)
     if ended < results.trials:
@@ -232,5 +241,5 @@ def _table(records: Sequence[dict[str, Any]], form: str, columns: Mapping[str, s
     headings = list(columns.values())
     if form != "simple":
         headings = [heading.replace("-\n", "-").replace("\n", " ") for heading in headings]
-    rows = [cells(one, columns) for one in records]
+    rows = [cells(row, columns) for row in records]
     return tabulate(rows, headings, tablefmt=form, colalign=aligned(columns), disable_numparse=True)

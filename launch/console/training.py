@@ -25,19 +25,19 @@ def print_training(record: dict[str, Any], *, as_json: bool) -> None:
     )
 
 
-def print_spec(found: Mapping[str, Sequence[str]], *, as_json: bool) -> None:
+def print_spec(broken: Mapping[str, Sequence[str]], *, as_json: bool) -> None:
     """Print each rule, and under it the places that break it."""
     if as_json:
-        print_json(found)
+        print_json(broken)
         return
-    for says, places in found.items():
+    for says, places in broken.items():
         print(f"broken at {counted(len(places), 'place')}: {says}" if places else f"holds: {says}")
         for place in places:
             print(f"  {place}")
 
 
 def _memory(record: dict[str, Any]) -> str:
-    """Largest peak memory that a rank has measured, and the predicted one."""
+    """Largest peak memory that a rank has measured, and the predicted peak."""
     peak, used, predicted = (
         f"{max(record[name], default=0) / 2**20:.0f} MiB" for name in ("peak_bytes", "used_bytes", "predicted_bytes")
     )

@@ -54,7 +54,7 @@ def training_progress(
 ) -> Iterator[Callable[[Metrics], None]]:
     """Shows a bar over the iterations, or lines; yields a function of the Metrics of each iteration.
 
-    Lines come every ``log_every`` iterations, or every LINE_S seconds; the first and the last always have one.
+    Lines come every ``log_every`` iterations, or every LINE_S seconds; the first and the last always show.
     """
     printed_at = 0.0
     slow: tuple[SlowRank, ...] = ()
@@ -103,7 +103,7 @@ def figures(metrics: Metrics) -> list[str]:
 
 
 def _fitting(shown: Sequence[str], width: int) -> str:
-    """The first of ``shown`` that fit into ``width`` columns, at least one."""
+    """The first of ``shown`` that fit into ``width`` columns, at least the first."""
     description = shown[0]
     for figure in shown[1:]:
         if len(description) + len(figure) + 2 > width:
@@ -114,7 +114,13 @@ def _fitting(shown: Sequence[str], width: int) -> str:
 
 def changes(before: Sequence[SlowRank], now: Sequence[SlowRank]) -> list[str]:
     """A line for each rank that is slow now and was not before, in the same way, and for each that no longer is."""
-    known = {(each.rank, each.stage, each.kind) for each in before}
-    lines = [f"warning: {each}" for each in now if (each.rank, each.stage, each.kind) not in known]
-    still = {each.rank for each in now}
-    return lines + [f"rank {each.rank} on {each.host} is no longer slow" for each in before if each.rank not in still]
+    known = {(slow_rank.rank, slow_rank.stage, slow_rank.kind) for slow_rank in before}
+    lines = [
+        f"warning: {slow_rank}" for slow_rank in now if (slow_rank.rank, slow_rank.stage, slow_rank.kind) not in known
+    ]
+    still = {slow_rank.rank for slow_rank in now}
+    return lines + [
+        f"rank {slow_rank.rank} on {slow_rank.host} is no longer slow"
+        for slow_rank in before
+        if slow_rank.rank not in still
+    ]

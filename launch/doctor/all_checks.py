@@ -137,8 +137,8 @@ def _all_reduce(where: str, result: AllReduce, machines: list[Machine]) -> Itera
 
 def _interface_advice(machines: list[Machine]) -> str:
     """What to try if ranks cannot reach each other."""
-    known = "; ".join(f"{one.host} has {', '.join(one.interfaces)}" for one in machines)
-    chosen = {f"{n} is {one.variables[n]}" for one in machines for n in INTERFACES if n in one.variables}
+    known = "; ".join(f"{machine.host} has {', '.join(machine.interfaces)}" for machine in machines)
+    chosen = {f"{n} is {machine.variables[n]}" for machine in machines for n in INTERFACES if n in machine.variables}
     if chosen:
         return f"{' and '.join(sorted(chosen))}, and {known}: set it to an interface that all have, or unset it"
     return f"{known}: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the right interface; see slurm/network.sh"
@@ -212,7 +212,7 @@ def _nodes(
         yield variable_check(f"variables of {machine.host}", machine)
     yield same_libraries(machines)
     yield from (_clock(report) for report in reports if report.answer)
-    problem = next((one.all_reduce.error for one in reports if one.all_reduce.error), "")
+    problem = next((report.all_reduce.error for report in reports if report.all_reduce.error), "")
     reduced = replace(reports[0].all_reduce, error=problem)
     where = f"of {hosts}" if len(reports) > 1 else f"on {hosts}"
     yield from _all_reduce(where, reduced, machines)
@@ -243,26 +243,27 @@ def _lost_job(probe: ProbeJob, wait_s: float) -> Check:
 
 
 def _shared_folder(probe: ProbeJob, reports: list[NodeReport]) -> Check:
-    blind = [one.machine.host for one in reports if one.answer is None or one.answer.token != probe.token]
+    blind = [report.machine.host for report in reports if report.answer is None or report.answer.token != probe.token]
     if blind:
         finding = f"{probe.folder}: {' and '.join(blind)} did not see the files that this machine wrote there"
         return Check(
             Verdict.ERROR, "shared folder", finding, "run auto3d in a folder that all nodes see and can write to"
         )
-    slowest = max(one.received - one.sent for one in reports)
+    slowest = max(report.received - report.sent for report in reports)
     finding = f"{Path.cwd()}: files took up to {slowest:.2f} s from a node to this machine and back"
     return Check(Verdict.OK, "shared folder", finding)
 
 
 def _versions_on_nodes(here: Machine, reports: list[NodeReport]) -> Check:
     all_machines = [here, *(report.machine for report in reports)]
-    names = [name for name in here.versions if len({one.versions.get(name) for one in all_machines}) > 1]
+    names = [name for name in here.versions if len({machine.versions.get(name) for machine in all_machines}) > 1]
     if not names:
         return Check(Verdict.OK, "versions on nodes", "the same as on this machine")
     versions = [
-        f"{one.host} has {', '.join(f'{name} {one.versions.get(name)}' for name in names)}" for one in all_machines
+        f"{machine.host} has {', '.join(f'{name} {machine.versions.get(name)}' for name in names)}"
+        for machine in all_machines
     ]
-    between = any(len({one.versions.get(name) for one in all_machines[1:]}) > 1 for name in SAME)
+    between = any(len({machine.versions.get(name) for machine in all_machines[1:]}) > 1 for name in SAME)
     advice = "use one environment or container everywhere: launch.setup, launch.container, or the shared .venv"
     return Check(Verdict.ERROR if between else Verdict.WARNING, "versions on nodes", "; ".join(versions), advice)
 

@@ -117,7 +117,7 @@ def _measure(world: World, kind: str, report: Report) -> tuple[bool, list[Rate]]
 def _sum_once(world: World, size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[bool, float]:
     """Whether an all-reduce is correct on all ranks, and the seconds of the slowest rank.
 
-    The first all-reduce of a size is slower than the next ones.
+    The first all-reduce of a size is slower than those that follow.
     """
     pattern = torch.arange(size // 4, device=device, dtype=torch.float32) % 97
     tensor = pattern + world.rank + 1

@@ -146,12 +146,12 @@ def merge_reports(reports: Sequence[DeviceReport]) -> DeviceReport:
     first = reports[0]
     return replace(
         first,
-        links_error=_first(each.links_error for each in reports),
+        links_error=_first(report.links_error for report in reports),
         exchanges=[
             replace(runs[0], error=_first(run.error for run in runs))
-            for runs in zip(*(each.exchanges for each in reports), strict=False)  # a node may have stopped early
+            for runs in zip(*(report.exchanges for report in reports), strict=False)  # a node may have stopped early
         ],
-        training_error=_first(each.training_error for each in reports),
+        training_error=_first(report.training_error for report in reports),
     )
 
 

@@ -122,9 +122,9 @@ def _run(world: World, pattern: Pattern, device: torch.device) -> int:
         )
         for stage in range(schedule.stages)
     }
-    shared = {each.stages for each in holders.values() if len(each.ranks) > 1}
+    shared = {holding.stages for holding in holders.values() if len(holding.ranks) > 1}
     program = lower(schedule, transfers, shared)[pipeline_device]
-    pipe_stages = [each for each, home in schedule.device_of.items() if home == pipeline_device]
+    pipe_stages = [pipe_stage for pipe_stage, home in schedule.device_of.items() if home == pipeline_device]
     run_ahead = RunAhead(device)
     everyone = new_group(range(world.size), device=device)
     connect(everyone, device=device, what="all ranks")
@@ -187,7 +187,7 @@ def _parameter(stage: int) -> str:
 
 
 def _transfers(stages: int, kind: str) -> Iterator[Transfer]:
-    """A value of each size between neighbouring stages, and one from the first stage to the last."""
+    """A value of each size between neighbouring stages, and a value from the first stage to the last."""
     for source, target in pairwise(range(stages)):
         for size in SIZES[kind]:
             yield _transfer(f"{size} bytes", size, source, target)
@@ -264,7 +264,7 @@ class _SyntheticLoad:
 
 
 class _FakeComputation:
-    """Gives known tensors in place of computed ones, and checks those that it receives."""
+    """Gives known tensors in place of computed tensors, and checks those that it receives."""
 
     def __init__(
         self, stage: Stage, pipe: int, parameter: nn.Parameter, receipts: _Receipts, load: _SyntheticLoad

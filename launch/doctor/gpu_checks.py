@@ -88,14 +88,14 @@ def same_libraries(machines: Sequence[Machine]) -> Check:
     """Whether all ``machines``, which exchange messages, have the same NCCL, CUDA of torch, and driver."""
     title = "drivers and NCCL on nodes"
     kinds = {
-        "NCCL": [each.nccl or "none" for each in machines],
-        "CUDA of torch": [each.cuda or "none" for each in machines],
-        "driver": [each.drivers or "none" for each in machines],
+        "NCCL": [machine.nccl or "none" for machine in machines],
+        "CUDA of torch": [machine.cuda or "none" for machine in machines],
+        "driver": [machine.drivers or "none" for machine in machines],
     }
     differing = [kind for kind, versions in kinds.items() if len(set(versions)) > 1]
     if not differing:
         return Check(
-            Verdict.OK, title, "the same on all" if any(each.gpus for each in machines) else "no node has a GPU"
+            Verdict.OK, title, "the same on all" if any(machine.gpus for machine in machines) else "no node has a GPU"
         )
     finding = "; ".join(
         f"{machine.host} has {', '.join(f'{kind} {kinds[kind][number]}' for kind in differing)}"
@@ -172,8 +172,8 @@ def _exchange(where: str, report: DeviceReport, run: ExchangeRun, interfaces: st
 
 
 def _peer_access(links: Links) -> str:
-    known = [one for one in links.neighbours if one.peer_access is not None]
-    without = [f"ranks {one.ranks[0]} and {one.ranks[1]} of {one.host}" for one in known if not one.peer_access]
+    known = [pair for pair in links.neighbours if pair.peer_access is not None]
+    without = [f"ranks {pair.ranks[0]} and {pair.ranks[1]} of {pair.host}" for pair in known if not pair.peer_access]
     if without:
         return f"; without peer access, through the host's memory: {', '.join(without)}"
     return "; peer access between all neighbours of a node" if known else ""
@@ -182,7 +182,7 @@ def _peer_access(links: Links) -> str:
 def _slow_pairs(rates: Sequence[PairRate]) -> str:
     """The pairs that are much slower than the fastest pair of their kind, as text.
 
-    There are two kinds, inside a node and between nodes; each is compared at the largest size that all its pairs have.
+    The kinds are inside a node and between nodes; a kind is compared at the largest size that all its pairs have.
     """
     slow: list[str] = []
     for between_nodes in (False, True):
@@ -205,7 +205,7 @@ def _parity(where: str, report: DeviceReport, interfaces: str) -> Check:
     title = f"training {where}"
     if report.training_error:
         return Check(Verdict.ERROR, title, report.training_error, _advice(report, report.training_error, interfaces))
-    differing = [f"rank {one.rank} on {one.host}: {one.difference}" for one in report.training if one.difference]
+    differing = [f"rank {rank.rank} on {rank.host}: {rank.difference}" for rank in report.training if rank.difference]
     if differing:
         more = len(differing) - 1
         others = f"; {counted(more, 'more rank differs', 'more ranks differ')}" if more else ""
@@ -219,7 +219,7 @@ def _parity(where: str, report: DeviceReport, interfaces: str) -> Check:
 
 
 def _memory(where: str, report: DeviceReport) -> Check:
-    ratios = [one.used_bytes / one.predicted_bytes for one in report.training]
+    ratios = [rank.used_bytes / rank.predicted_bytes for rank in report.training]
     finding = f"the training's peak is {min(ratios):.2f} to {max(ratios):.2f} times the predicted memory"
     return Check(Verdict.OK, f"memory {where}", finding, memory=report.training)
 

@@ -36,7 +36,9 @@ class Neighbours:
 
     ranks: tuple[int, int]
     host: str
-    peer_access: bool | None  # whether their GPUs reach each other's memory; None: no GPUs, or each rank sees only one
+    peer_access: (
+        bool | None
+    )  # whether their GPUs reach each other's memory; None: no GPUs, or each rank sees only its own
 
 
 @dataclass(frozen=True)

@@ -107,12 +107,12 @@ def link_table(rates: Sequence[PairRate]) -> str:
 def memory_table(ranks: Sequence[TrainedRank]) -> str:
     rows = [
         (
-            each.rank,
-            each.host,
-            *(f"{size / 2**20:.1f}" for size in (each.predicted_bytes, each.used_bytes)),
-            f"{each.used_bytes / each.predicted_bytes:.2f}",
+            rank.rank,
+            rank.host,
+            *(f"{size / 2**20:.1f}" for size in (rank.predicted_bytes, rank.used_bytes)),
+            f"{rank.used_bytes / rank.predicted_bytes:.2f}",
         )
-        for each in ranks
+        for rank in ranks
     ]
     return _table(["rank", "node", "predicted\n(MiB)", "peak\n(MiB)", "peak /\npredicted"], rows)
 

@@ -38,7 +38,7 @@ def start_driver(
 ) -> tuple[int, Path]:
     """Start the command ``verb`` on ``recipe`` in the background; returns its process id and its log file.
 
-    Raises StoreError if the recipe has a driver already, since `cancel` and `resume` know only one.
+    Raises StoreError if the recipe has a driver already, since `cancel` and `resume` know a single driver.
     """
     if (present := driver_of(recipe)) is not None:
         problem = f"process {present.pid} runs its trials in the background; to end it: {recipe.follow_up('cancel')}"

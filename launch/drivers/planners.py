@@ -28,9 +28,9 @@ def plans_of_planners(
 
     A planner keeps its plan ``before``, if it has any. One without a plan that can run is left out; ``tell`` hears why.
     """
-    found: dict[Plan, tuple[Candidate, str]] = {}
+    plans: dict[Plan, tuple[Candidate, str]] = {}
     if not recipe.values.search.planners:
-        return found
+        return plans
     exact = exact_plans(recipe, runnable_maker(recipe, graph_at, model))
     for name in recipe.values.search.planners:
         try:
@@ -38,9 +38,9 @@ def plans_of_planners(
         except InputError as error:
             tell(f"search.planners: {name} has no plan: {error}")
             continue
-        first, names = found.get(plan, (candidate, ""))
-        found[plan] = first, f"{names}, {name}" if names else name
-    return found
+        first, names = plans.get(plan, (candidate, ""))
+        plans[plan] = first, f"{names}, {name}" if names else name
+    return plans
 
 
 def _plan_of(
@@ -50,9 +50,9 @@ def _plan_of(
     search = replace(recipe.values.search, algorithm=planner, planners=[])
     ranked = search_recipe(replace(recipe, values=replace(recipe.values, search=search)), process=process).ranked()
     refused: InputError | None = None
-    for one in ranked:
+    for ranked_plan in ranked:
         try:
-            return exact(one), one.candidate
+            return exact(ranked_plan), ranked_plan.candidate
         except InputError as error:
             refused = refused or error
     assert refused is not None  # a search without a plan raises

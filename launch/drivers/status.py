@@ -36,7 +36,7 @@ UNDER_WAY = ("pending", "running")
 
 @dataclass(frozen=True)
 class Standing:
-    """The state of one trial: the status of its measurement or, until it has one, the state of its job."""
+    """The state of one trial: the status of its measurement or, until there is a measurement, the state of its job."""
 
     trial: str
     state: str
@@ -66,7 +66,7 @@ def trained_here(recipe: LoadedRecipe, command: Command) -> bool:
     """Whether the training of that ``command`` has ended successfully on this machine, without SLURM."""
     known = histories(manifest_of(recipe).entries())
     last = [known[name].last for name in command.trials if name in known]
-    return any(one.state is State.ENDED and not one.job and one.told == Status.OK for one in last)
+    return any(entry.state is State.ENDED and not entry.job and entry.told == Status.OK for entry in last)
 
 
 def standings(recipe: LoadedRecipe) -> list[Standing]:
@@ -113,18 +113,24 @@ def _unfinished(history: History | None, states: dict[str, JobState] | None, run
     return "running" if state.running else f"pending ({state.why})"
 
 
-def status_table(found: Sequence[Standing]) -> str:
+def status_table(states: Sequence[Standing]) -> str:
     """The states as a table, one row per trial."""
     rows = [
-        (one.trial, one.state, one.job or "-", one.starts, "-" if one.iteration_s is None else f"{one.iteration_s:.3f}")
-        for one in found
+        (
+            standing.trial,
+            standing.state,
+            standing.job or "-",
+            standing.starts,
+            "-" if standing.iteration_s is None else f"{standing.iteration_s:.3f}",
+        )
+        for standing in states
     ]
     return tabulate(rows, ["trial", "state", "job", "starts", "s per\niteration"], disable_numparse=True)
 
 
-def status_summary(found: Sequence[Standing]) -> str:
+def status_summary(states: Sequence[Standing]) -> str:
     """The states in one line: how many trials are in each state."""
-    counts = Counter(one.state.split(" (")[0] for one in found)
+    counts = Counter(standing.state.split(" (")[0] for standing in states)
     return ", ".join(f"{number} {state}" for state, number in counts.items()) or "no trial"
 
 
@@ -132,19 +138,19 @@ def watch(recipe: LoadedRecipe, console: Console) -> list[Standing]:
     """Print the summary each time it changes, until no trial is under way; returns the last states."""
     shown = ""
     while True:
-        found = standings(recipe)
-        if (line := status_summary(found)) != shown:
+        states = standings(recipe)
+        if (line := status_summary(states)) != shown:
             shown = line
             console.print(line, markup=False, soft_wrap=True)
-        if not any(one.under_way for one in found):
-            return found
+        if not any(standing.under_way for standing in states):
+            return states
         time.sleep(WATCH_S)
 
 
 def trial_called(recipe: LoadedRecipe, name: str) -> str:
     """The only trial whose name begins with ``name`` or contains it; raises InputError with all names otherwise."""
     names = list(dict.fromkeys(entry.trial for entry in manifest_of(recipe).entries()))
-    for matches in ([one for one in names if one.startswith(name)], [one for one in names if name in one]):
+    for matches in ([trial for trial in names if trial.startswith(name)], [trial for trial in names if name in trial]):
         if len(matches) == 1:
             return matches[0]
         if matches:
@@ -158,7 +164,7 @@ def cancel_trials(recipe: LoadedRecipe, name: str | None) -> list[str]:
     wanted = None if name is None else trial_called(recipe, name)
     with manifest.decided_alone():
         find_lost(manifest, [name for name in histories(manifest.entries()) if wanted in (None, name)])
-        last = [one.last for one in histories(manifest.entries()).values()]
+        last = [history.last for history in histories(manifest.entries()).values()]
         last = [entry for entry in last if wanted in (None, entry.trial)]
         states = job_states(names_of_jobs(last))
         live = [entry for entry in last if entry.job in states and not states[entry.job].ended]
@@ -167,7 +173,7 @@ def cancel_trials(recipe: LoadedRecipe, name: str | None) -> list[str]:
             told = WITH_ALL if name is None else ""
             cancelled = Entry(trial="", state=State.CANCELLED, told=told)
             manifest.append(
-                [replace(cancelled, trial=one.trial, job=one.job, submission=one.submission) for one in live]
+                [replace(cancelled, trial=entry.trial, job=entry.job, submission=entry.submission) for entry in live]
             )
     return [entry.trial for entry in live]
 

@@ -84,13 +84,13 @@ def sweep_of(
     with CaptureProcess() if process is None else nullcontext(process) as process:
         model = PlanningModel(recipe, process=process)
         graph_at = cache(model.graph)
-        found = SweepPlans(candidates={})
+        swept = SweepPlans(candidates={})
         if not only_planners:
-            found = plans_of_sweep(recipe, graph_at, model, before=_chosen_before(recipe), process=process)
+            swept = plans_of_sweep(recipe, graph_at, model, before=_chosen_before(recipe), process=process)
         planned = plans_of_planners(
             recipe, graph_at, model, tell or (lambda line: None), before=_planned_before(recipe), process=process
         )
-        chosen = {plan: one for plan, (one, _) in planned.items()} | found.candidates
+        chosen = {plan: candidate for plan, (candidate, _) in planned.items()} | swept.candidates
         if not (plans := list(chosen)):
             raise recipe.error("search.planners", f"none of {', '.join(recipe.values.search.planners)} has a plan")
         check_ranks(recipe, max(plan.ranks for plan in plans))
@@ -102,11 +102,11 @@ def sweep_of(
         from launch.model.initial_weights import initial_weights  # torch is slow to import, and large
 
         initial_weights(recipe, graph_at(samples_at_once(plans[0])))
-    infeasible = {trial: found.infeasible[trial.plan].reason for trial in trials_of(recipe, list(found.infeasible))}
-    every = chosen | {plan: one.candidate for plan, one in found.infeasible.items()}
+    infeasible = {trial: swept.infeasible[trial.plan].reason for trial in trials_of(recipe, list(swept.infeasible))}
+    every = chosen | {plan: refused.candidate for plan, refused in swept.infeasible.items()}
     planners = {plan: names for plan, (_, names) in planned.items()}
-    candidates = {plan: asdict(one) | {PLANNER: planners.get(plan, "")} for plan, one in every.items()}
-    return Sweep(trials_of(recipe, plans), found.left_out, predictions, infeasible, candidates)
+    candidates = {plan: asdict(candidate) | {PLANNER: planners.get(plan, "")} for plan, candidate in every.items()}
+    return Sweep(trials_of(recipe, plans), swept.left_out, predictions, infeasible, candidates)
 
 
 def _tell_of_algorithm(recipe: LoadedRecipe, tell: Callable[[str], None]) -> None:
@@ -133,14 +133,14 @@ def _chosen_before(recipe: LoadedRecipe) -> list[Candidate]:
 
 def _planned_before(recipe: LoadedRecipe) -> dict[str, tuple[Plan, Candidate]]:
     """The plans that search.planners had in the last sweep of the same settings, as far as their trials have begun."""
-    sweep, found = last_sweep(recipe), dict[str, tuple[Plan, Candidate]]()
+    sweep, planned = last_sweep(recipe), dict[str, tuple[Plan, Candidate]]()
     for name in [] if sweep is None else sweep.trials_of(settings_digest(recipe)):
         fields = sweep.candidates.get(name, {}) if sweep is not None else {}
         if planners := fields.get(PLANNER):
             with suppress(OSError):
                 plan = Plan.from_json((recipe_folder(recipe) / "trials" / name / "plan.json").read_text())
-                found |= {planner: (plan, candidate_in(fields)) for planner in planners.split(", ")}
-    return found
+                planned |= {planner: (plan, candidate_in(fields)) for planner in planners.split(", ")}
+    return planned
 
 
 class Retry(Enum):
@@ -178,22 +178,22 @@ def run_grid(
     search.planners only their plans run. Gives the sweep of each recipe, or why it has none; raises that error if none
     has any, for more than a lack of memory. ``command`` is what `auto3d resume` shall run.
     """
-    found: list[Sweep | InputError] = []
+    results: list[Sweep | InputError] = []
     with CaptureProcess() as process:
         for recipe in recipes:
             try:
                 check_place(recipe)
                 only = bool(recipe.values.search.planners)
-                found.append(sweep_of(recipe, watcher.tell, only_planners=only, process=process))
+                results.append(sweep_of(recipe, watcher.tell, only_planners=only, process=process))
             except InputError as error:
-                found.append(error)
-    sweeps = [(recipe, sweep) for recipe, sweep in zip(recipes, found, strict=True) if isinstance(sweep, Sweep)]
-    problems = [one for one in found if isinstance(one, InputError) and one.kind != "memory"]
+                results.append(error)
+    sweeps = [(recipe, sweep) for recipe, sweep in zip(recipes, results, strict=True) if isinstance(sweep, Sweep)]
+    problems = [problem for problem in results if isinstance(problem, InputError) and problem.kind != "memory"]
     if problems and not sweeps:
         raise problems[0]
     if sweeps:
         _run(recipes[0], sweeps, command, retry, watcher, follow=follow)
-    return found
+    return results
 
 
 def _run(
@@ -213,7 +213,7 @@ def _run(
             for trial, reason in sweep.infeasible.items():
                 trial.prepare()
                 write_failure(trial, Status.INFEASIBLE, reason)
-        ended = {trial: one for _, sweep in sweeps for trial, one in sweep.ended().items()}
+        ended = {trial: measurement for _, sweep in sweeps for trial, measurement in sweep.ended().items()}
         record_ends(store, ended)  # some may have ended while no process followed them
         kept = kept_of(store, ended, retry)
         trials = list(dict.fromkeys(trial for _, sweep in sweeps for trial in sweep.trials))
@@ -231,9 +231,11 @@ def _record(sweeps: Sequence[tuple[LoadedRecipe, Sweep]]) -> SweepRecord:
     return SweepRecord(
         overrides=[*first.overrides] if single else [],
         settings=settings_digest(first) if single else "",
-        trials=[*dict.fromkeys(name for each in names.values() for name in each)],
+        trials=[*dict.fromkeys(name for trial_names in names.values() for name in trial_names)],
         left_out=sum(sweep.left_out for _, sweep in sweeps),
-        predicted_s={trial.name: found[trial.plan] for trial, found in seconds if trial.plan in found},
+        predicted_s={
+            trial.name: predicted_s[trial.plan] for trial, predicted_s in seconds if trial.plan in predicted_s
+        },
         predicted_on=next((sweep.predictions.based_on for _, sweep in sweeps), ""),
         profiled=all(sweep.predictions.profiled for _, sweep in sweeps),
         candidates={trial.name: sweep.candidates[trial.plan] for _, sweep in sweeps for trial in sweep.every},
@@ -244,7 +246,9 @@ def _record(sweeps: Sequence[tuple[LoadedRecipe, Sweep]]) -> SweepRecord:
 def kept_of(recipe: LoadedRecipe, ended: Mapping[Trial, Measurement], retry: Retry) -> dict[Trial, Measurement]:
     """The ``ended`` trials that do not run again."""
     again = runs_again(recipe, retry)
-    return {trial: one for trial, one in ended.items() if one.status in FINAL or not again(trial)}
+    return {
+        trial: measurement for trial, measurement in ended.items() if measurement.status in FINAL or not again(trial)
+    }
 
 
 def left_of(recipe: LoadedRecipe, retry: Retry, *, only_planners: bool = False) -> list[Trial]:
@@ -295,7 +299,7 @@ def check_fewest_ranks(recipe: LoadedRecipe, verb: str = "sweep") -> None:
         return
     degrees = Domain(search_space(recipe.values), cluster(recipe), task(recipe)).degrees
     if degrees:
-        check_ranks(recipe, min(one.dp * one.tp * one.pp for one in degrees), verb)
+        check_ranks(recipe, min(candidate.dp * candidate.tp * candidate.pp for candidate in degrees), verb)
 
 
 def measured(

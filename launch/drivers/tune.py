@@ -49,7 +49,7 @@ class TriedPlan:
     @property
     def times(self) -> list[float]:
         """Seconds per iteration of each successful trial: the median over its iterations."""
-        return [one.median_s for one in self.measurements if one.status is Status.OK]
+        return [measurement.median_s for measurement in self.measurements if measurement.status is Status.OK]
 
     @property
     def seconds(self) -> float:
@@ -146,14 +146,14 @@ class _Trials:
 
 def _try_best(recipe: LoadedRecipe, search: Search, candidates: Sequence[Ranked], trials: _Trials) -> list[TriedPlan]:
     """Try each of the best candidates once; some trials are reserved for repeating the fastest."""
-    untried = {one: search.maker.model.estimate(one.plan) for one in candidates}
+    untried = {candidate: search.maker.model.estimate(candidate.plan) for candidate in candidates}
     exact = exact_plans(recipe)
     repeats = 0 if recipe.values.search.algorithm == AMP else int(REPEATED * trials.total)
     estimates: list[Estimate] = []
     tried: list[TriedPlan] = []
     while untried and trials.remaining > (repeats if repeats > 1 else 0):
-        correction = correct(estimates, [one.seconds for one in tried if one.times])
-        best = min(untried, key=lambda one: correction.seconds(untried[one]))
+        correction = correct(estimates, [plan.seconds for plan in tried if plan.times])
+        best = min(untried, key=lambda candidate: correction.seconds(untried[candidate]))
         estimate = untried.pop(best)
         trial = _trial(recipe, exact, best)
         if trial is None:
@@ -171,19 +171,19 @@ def _try_again(tried: list[TriedPlan], trials: _Trials) -> None:
     Replaces their entries in ``tried``. A plan with a trial that did not succeed is not repeated.
     """
     while trials.remaining > 1:
-        good = [place for place, one in enumerate(tried) if one.repeatable]
+        good = [place for place, plan in enumerate(tried) if plan.repeatable]
         if not (chosen := contenders([tried[place].times for place in good], trials.remaining // 2)):
             return
         for place in [good[number] for number in chosen][: trials.remaining]:
-            one = tried[place]
-            measurement = trials.run(again(one.trial, len(one.measurements) + 1))
-            tried[place] = replace(one, measurements=(*one.measurements, measurement))
+            repeated = tried[place]
+            measurement = trials.run(again(repeated.trial, len(repeated.measurements) + 1))
+            tried[place] = replace(repeated, measurements=(*repeated.measurements, measurement))
 
 
 def first_trial(recipe: LoadedRecipe, search: Search) -> Trial:
     """The first trial of a tune of ``search``; raises RecipeError if no candidate can run."""
     exact = exact_plans(recipe)
-    trials = (_trial(recipe, exact, one) for one in _considered(recipe, search))
+    trials = (_trial(recipe, exact, candidate) for candidate in _considered(recipe, search))
     first = next((trial for trial in trials if trial is not None), None)
     if first is None:
         raise recipe.error("search", "no candidate fits the memory of its devices")
@@ -195,10 +195,10 @@ def _considered(recipe: LoadedRecipe, search: Search) -> list[Ranked]:
     return search.ranked()[: CONSIDERED * most_trials(recipe.values)]
 
 
-def _trial(recipe: LoadedRecipe, exact: Callable[[Ranked], Plan], one: Ranked) -> Trial | None:
+def _trial(recipe: LoadedRecipe, exact: Callable[[Ranked], Plan], candidate: Ranked) -> Trial | None:
     """The trial of the candidate; None if it does not fit into memory by the bytes that the runtime counts."""
     try:
-        (trial,) = trials_of(recipe, [exact(one)])
+        (trial,) = trials_of(recipe, [exact(candidate)])
     except InputError:
         return None
     return trial
@@ -206,4 +206,4 @@ def _trial(recipe: LoadedRecipe, exact: Callable[[Ranked], Plan], one: Ranked) -
 
 def fastest(tried: Sequence[TriedPlan]) -> TriedPlan | None:
     """The fastest plan; None if no trial succeeded."""
-    return min((one for one in tried if one.times), key=lambda one: one.seconds, default=None)
+    return min((plan for plan in tried if plan.times), key=lambda plan: plan.seconds, default=None)

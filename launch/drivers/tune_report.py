@@ -26,14 +26,14 @@ def table(recipe: LoadedRecipe, tried: Sequence[TriedPlan], form: str) -> str:
     """Predicted beside measured times, with the throughput, the fastest plan first."""
     rows = []
     ordered = _fastest_first(tried)
-    throughputs = [_rates(recipe, one) for one in ordered]
+    throughputs = [_rates(recipe, plan) for plan in ordered]
     columns = rate_columns(throughputs)
-    for one, throughput in zip(ordered, throughputs, strict=True):
-        measured = f"{one.seconds:.4g}" if one.times else "-"
-        error = f"{one.error:+.1%}" if one.times else "-"
-        _, *choices = cells(one.ranked)
-        times = (f"{one.ranked.seconds:.4g}", f"{one.predicted_s:.4g}", measured, len(one.times), error)
-        rows.append((*times, *choices, *record_cells(throughput, columns), _status(one)))
+    for plan, throughput in zip(ordered, throughputs, strict=True):
+        measured = f"{plan.seconds:.4g}" if plan.times else "-"
+        error = f"{plan.error:+.1%}" if plan.times else "-"
+        _, *choices = cells(plan.ranked)
+        times = (f"{plan.ranked.seconds:.4g}", f"{plan.predicted_s:.4g}", measured, len(plan.times), error)
+        rows.append((*times, *choices, *record_cells(throughput, columns), _status(plan)))
     headings = ["cost\nmodel (s)", *HEADINGS[:1], "measured\n(s)", "trials", "error", *HEADINGS[1:]]
     headings += [*columns.values(), "status"]
     if form == "github":
@@ -45,44 +45,46 @@ def _csv(recipe: LoadedRecipe, tried: Sequence[TriedPlan]) -> str:
     """The table as CSV, in seconds and FLOPs."""
     records = [
         {
-            "cost_model_s": one.ranked.seconds,
-            "predicted_s": one.predicted_s,
-            "measured_s": one.seconds if one.times else None,
-            "trials": len(one.times),
-            "prediction_error": one.error,
-            **asdict(one.ranked.candidate),
-            **_rates(recipe, one),
-            "status": _status(one),
+            "cost_model_s": plan.ranked.seconds,
+            "predicted_s": plan.predicted_s,
+            "measured_s": plan.seconds if plan.times else None,
+            "trials": len(plan.times),
+            "prediction_error": plan.error,
+            **asdict(plan.ranked.candidate),
+            **_rates(recipe, plan),
+            "status": _status(plan),
         }
-        for one in _fastest_first(tried)
+        for plan in _fastest_first(tried)
     ]
     empty = RATES.keys() - rate_columns(records).keys()
-    known = {name: None for one in records for name, value in one.items() if value is not None and name not in empty}
+    known = {
+        name: None for record in records for name, value in record.items() if value is not None and name not in empty
+    }
     return csv_text(records, known)
 
 
 def _fastest_first(tried: Sequence[TriedPlan]) -> list[TriedPlan]:
-    return sorted(tried, key=lambda one: (not one.times, one.seconds if one.times else 0.0))
+    return sorted(tried, key=lambda plan: (not plan.times, plan.seconds if plan.times else 0.0))
 
 
-def _status(one: TriedPlan) -> Status:
+def _status(plan: TriedPlan) -> Status:
     """The status of the first of the plan's trials that did not succeed, if there is one."""
-    return next((trial.status for trial in one.measurements if trial.status is not Status.OK), Status.OK)
+    return next((trial.status for trial in plan.measurements if trial.status is not Status.OK), Status.OK)
 
 
-def _rates(recipe: LoadedRecipe, one: TriedPlan) -> dict[str, float | None]:
+def _rates(recipe: LoadedRecipe, plan: TriedPlan) -> dict[str, float | None]:
     """The throughput at the median time of the plan's successful trials; None if there are none."""
-    good = [measurement for measurement in one.measurements if measurement.status is Status.OK]
-    return rates(rates_of(recipe, good[0], one.seconds) if good else None)
+    good = [measurement for measurement in plan.measurements if measurement.status is Status.OK]
+    return rates(rates_of(recipe, good[0], plan.seconds) if good else None)
 
 
 def summary(recipe: LoadedRecipe, search: Search, tried: Sequence[TriedPlan]) -> str:
     """How certain the order is, and how well the cost model predicted the times before and after its correction."""
-    good = [one for one in tried if one.times]
+    good = [plan for plan in tried if plan.times]
     if not good:
         return "no trial succeeded"
-    errors = [(one.ranked.seconds / time - 1, one.predicted_s / time - 1) for one in good for time in one.times]
-    columns = rate_columns([_rates(recipe, one) for one in good])
+    errors = [(plan.ranked.seconds / time - 1, plan.predicted_s / time - 1) for plan in good for time in plan.times]
+    columns = rate_columns([_rates(recipe, plan) for plan in good])
     assumed = "".join(f"\n{line}" for line in assumed_lines(recipe, search.maker.model.measured_in))
     before, after = (mean(map(abs, column)) for column in zip(*errors, strict=True))
     return (
@@ -96,7 +98,7 @@ def summary(recipe: LoadedRecipe, search: Search, tried: Sequence[TriedPlan]) ->
 
 def _certified(search: Search, good: Sequence[TriedPlan]) -> str:
     """A line with the certificate of the fastest plan with a synthesized order; empty if there is no such plan."""
-    order = fastest_order(one.ranked for one in _fastest_first(good))
+    order = fastest_order(plan.ranked for plan in _fastest_first(good))
     return "" if order is None else f"\norder of {order.candidate}: {describe_certificate(search, order)}"
 
 
@@ -104,10 +106,10 @@ def order(recipe: LoadedRecipe, good: Sequence[TriedPlan]) -> str:
     """How certain it is that the fastest of these plans is the fastest, and which plan is its closest rival."""
     if len(good) == 1:
         return "only one plan ran successfully, so there is no order"
-    verdict = compare_plans([one.times for one in good])
+    verdict = compare_plans([plan.times for plan in good])
     best = good[verdict.fastest]
     more = f"more trials: search.trials={2 * most_trials(recipe.values)}"
-    if all(len(one.times) == 1 for one in good):
+    if all(len(plan.times) == 1 for plan in good):
         return f"each plan was tried once, so it is not known how certain their order is; {more}"
     rival = good[max(range(len(good)), key=lambda place: (verdict.doubts[place], -good[place].seconds))]
     against = f"{rival.ranked.candidate}: {rival.seconds:.4g} s, {rival.seconds / best.seconds - 1:+.1%}"

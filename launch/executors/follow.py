@@ -82,7 +82,10 @@ def follow_jobs(
             if polls:
                 asked_at = time.monotonic()
                 try:
-                    names, wanted = names_of_jobs(manifest_of(recipe).entries()), {one.job for one in followed.values()}
+                    names, wanted = (
+                        names_of_jobs(manifest_of(recipe).entries()),
+                        {followed_job.job for followed_job in followed.values()},
+                    )
                     states = job_states({job: name for job, name in names.items() if job in wanted})
                     answered_at = time.monotonic()
                 except SlurmError as error:
@@ -93,8 +96,8 @@ def follow_jobs(
                         ) from None
                 else:
                     pause_s = min(max(STATES_S, POLL_BACKOFF * (answered_at - asked_at)), LONGEST_STATES_S)
-                    for trial, one in followed.items():
-                        _look(recipe, trial, one, states.get(one.job), watcher)
+                    for trial, followed_job in followed.items():
+                        _look(recipe, trial, followed_job, states.get(followed_job.job), watcher)
                     _tell_why_pending(followed.values(), states, told, watcher)
             ended = _ended(recipe, followed, states, watcher, all_files=polls)
             record_ends(recipe, ended)
@@ -169,28 +172,30 @@ class _Room:
 
 def _all_cancelled(recipe: LoadedRecipe, begun: int) -> bool:
     """Whether the user has cancelled all trials since the manifest had ``begun`` entries."""
-    return any(one.told == WITH_ALL for one in manifest_of(recipe).entries()[begun:])
+    return any(entry.told == WITH_ALL for entry in manifest_of(recipe).entries()[begun:])
 
 
-def _look(recipe: LoadedRecipe, trial: Trial, one: _Followed, state: JobState | None, watcher: Watcher) -> None:
-    """Update ``one`` with the state of its job, and cancel a job that has been pending for too long."""
+def _look(
+    recipe: LoadedRecipe, trial: Trial, followed_job: _Followed, state: JobState | None, watcher: Watcher
+) -> None:
+    """Update ``followed_job`` with the job's ``state``, and cancel a job that has been pending for too long."""
     now = time.monotonic()
-    one.unknown_since = (one.unknown_since or now) if state is None else None
-    one.ended_since = (one.ended_since or now) if state is not None and state.ended else None
-    one.pending_since = (one.pending_since or now) if state is not None and state.pending else None
+    followed_job.unknown_since = (followed_job.unknown_since or now) if state is None else None
+    followed_job.ended_since = (followed_job.ended_since or now) if state is not None and state.ended else None
+    followed_job.pending_since = (followed_job.pending_since or now) if state is not None and state.pending else None
     if state is None:
         return
-    if state.running and one.shown != "running":
+    if state.running and followed_job.shown != "running":
         watcher.start(trial)
-        one.shown = "running"
-    if state.pending and one.shown == "running":
-        watcher.tell(f"{trial.name}: SLURM requeued job {one.job}; it will start again")
-        one.shown = "pending"
+        followed_job.shown = "running"
+    if state.pending and followed_job.shown == "running":
+        watcher.tell(f"{trial.name}: SLURM requeued job {followed_job.job}; it will start again")
+        followed_job.shown = "pending"
     limit_s = recipe.values.launch.queue_timeout_s
-    if one.pending_since is not None and now - one.pending_since > limit_s:
+    if followed_job.pending_since is not None and now - followed_job.pending_since > limit_s:
         with suppress(SlurmError):  # the job may have ended just now
-            cancel([one.job])
-        reason = f"job {one.job} was pending for {limit_s:g} s ({state.why})"
+            cancel([followed_job.job])
+        reason = f"job {followed_job.job} was pending for {limit_s:g} s ({state.why})"
         with manifest_of(recipe).decided_alone():
             if trial.measurement() is None:
                 write_failure(trial, Status.TIMEOUT, reason)
@@ -201,11 +206,11 @@ def _tell_why_pending(
 ) -> None:
     """Tell once of each reason for which jobs of an array have been pending since the last look or longer."""
     now = time.monotonic()
-    for one in followed:
-        state = states.get(one.job)
-        if state is None or one.pending_since is None or now - one.pending_since < STATES_S:
+    for followed_job in followed:
+        state = states.get(followed_job.job)
+        if state is None or followed_job.pending_since is None or now - followed_job.pending_since < STATES_S:
             continue
-        line = f"job {one.job.split('_')[0]} is pending; SLURM's reason: {state.why}"
+        line = f"job {followed_job.job.split('_')[0]} is pending; SLURM's reason: {state.why}"
         if line not in told:
             told.add(line)
             watcher.tell(line)
@@ -225,14 +230,14 @@ def _ended(
     SLURM forgot that it had started the job.
     """
     ended, late = {}, {}
-    for trial, one in followed.items():
-        state = states.get(one.job)
-        if state is not None and state.pending and not one.shown and not all_files:
+    for trial, followed_job in followed.items():
+        state = states.get(followed_job.job)
+        if state is not None and state.pending and not followed_job.shown and not all_files:
             continue
         if (measurement := trial.measurement()) is not None:
             ended[trial] = measurement
-        elif one.is_late(time.monotonic()):
-            late[trial] = one
+        elif followed_job.is_late(time.monotonic()):
+            late[trial] = followed_job
     return ended | _settled(recipe, late, states, watcher)
 
 
@@ -248,14 +253,14 @@ def _settled(
     with manifest.decided_alone():
         find_lost(manifest, [trial.name for trial in late])
         known = histories(manifest.entries())
-        for trial, one in late.items():
+        for trial, followed_job in late.items():
             history = known[trial.name]
-            name = states[one.job].name if one.job in states else ""
+            name = states[followed_job.job].name if followed_job.job in states else ""
             if (measurement := trial.measurement()) is not None:
                 settled[trial] = measurement
-            elif history.last.job not in ("", one.job):  # another process submitted it again
-                one.follow_another(history.last.job)
-            elif (name in RETRIED or one.refused_since) and history.starts < recipe.values.launch.attempts:
+            elif history.last.job not in ("", followed_job.job):  # another process submitted it again
+                followed_job.follow_another(history.last.job)
+            elif (name in RETRIED or followed_job.refused_since) and history.starts < recipe.values.launch.attempts:
                 again[trial] = history.starts
             else:
                 reason = _reason(recipe, history.last, name)
@@ -281,13 +286,13 @@ def _refused(
     """Measurements for those ``lost`` trials that SLURM has refused for too long; the others are retried later."""
     now = time.monotonic()
     settled = {}
-    for trial, one in lost.items():
-        if one.refused_since is None:
-            watcher.tell(f"{trial.name}: job {one.job} was lost and cannot be submitted again yet: {error}")
-            one.refused_since = now
-        one.ended_since, one.unknown_since = now, None  # the trial is late again after SETTLE_S
-        if now - one.refused_since > SILENCE_S:
-            reason = f"job {one.job} was lost and could not be submitted again for {SILENCE_S:g} s: {error}"
+    for trial, followed_job in lost.items():
+        if followed_job.refused_since is None:
+            watcher.tell(f"{trial.name}: job {followed_job.job} was lost and cannot be submitted again yet: {error}")
+            followed_job.refused_since = now
+        followed_job.ended_since, followed_job.unknown_since = now, None  # the trial is late again after SETTLE_S
+        if now - followed_job.refused_since > SILENCE_S:
+            reason = f"job {followed_job.job} was lost and could not be submitted again for {SILENCE_S:g} s: {error}"
             settled[trial] = write_failure(trial, Status.FAILED, reason)
     return settled
 

@@ -43,16 +43,16 @@ def serve(pipe: Connection) -> None:
     running: dict[int, _Running] = {}  # by the descriptor that becomes ready when the process ends
     while True:
         now = time.monotonic()
-        for one in running.values():
-            if now >= one.call.deadline and not one.timed_out:
-                one.timed_out = True
-                one.process.kill()
-        open_deadlines = [one.call.deadline for one in running.values() if not one.timed_out]
+        for trial in running.values():
+            if now >= trial.call.deadline and not trial.timed_out:
+                trial.timed_out = True
+                trial.process.kill()
+        open_deadlines = [trial.call.deadline for trial in running.values() if not trial.timed_out]
         pause_s = max(0.0, min(open_deadlines) - now) if open_deadlines else None
         for ready in wait([pipe, *running], pause_s):
             if isinstance(ready, Connection):
-                one = _fork(recipe, pipe.recv(), captures)
-                running[one.process.sentinel] = one
+                trial = _fork(recipe, pipe.recv(), captures)
+                running[trial.process.sentinel] = trial
             else:
                 assert isinstance(ready, int)
                 pipe.send(_end_of(running.pop(ready)))
@@ -71,13 +71,13 @@ def _fork(recipe: LoadedRecipe, call: TrialCall, captures: RankCaptures) -> _Run
     return _Running(call, process)
 
 
-def _end_of(one: _Running) -> TrialEnd:
-    one.process.join()
-    code = one.process.exitcode
+def _end_of(trial: _Running) -> TrialEnd:
+    trial.process.join()
+    code = trial.process.exitcode
     assert code is not None
-    one.process.close()
+    trial.process.close()
     problem = f"its process {how_it_ended(code)}" if code else ""
-    return TrialEnd(one.call.name, problem, one.timed_out)
+    return TrialEnd(trial.call.name, problem, trial.timed_out)
 
 
 def _run(recipe: LoadedRecipe, call: TrialCall, captures: RankCaptures, parent: int) -> None:

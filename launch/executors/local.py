@@ -34,7 +34,7 @@ class LocalTrials:
         self._warm.kill()
 
     def run(self, pending: Sequence[Trial], watcher: Watcher) -> None:
-        """Run ``pending`` a few at a time; ``watcher`` hears of the start and the end of each.
+        """Run ``pending`` a few at a time; ``watcher`` hears of each trial's start and end.
 
         A trial on GPUs has devices of its own, and waits until enough are free; raises RecipeError if there never are.
         On SIGINT or SIGTERM the running trials are killed, and KeyboardInterrupt is raised.
@@ -86,7 +86,7 @@ class LocalTrials:
 
     @property
     def _limit_s(self) -> float:
-        """Seconds for a trial; its ranks have their own, shorter limit, so only what is not a rank reaches this one."""
+        """Seconds for a trial; its ranks have their own, shorter limit, so only what is no rank reaches this limit."""
         return trial_limit_s(self._recipe.values) + MARGIN_S
 
     def _measurement(self, trial: Trial, end: TrialEnd) -> Measurement:

@@ -40,7 +40,7 @@ class NodesError(InputError):
 
 @dataclass(frozen=True)
 class NodeTask:
-    """This process's position among the tasks of a job, one on each node."""
+    """This process's position among the tasks of a job; each node has one task."""
 
     number: int
     count: int
@@ -76,7 +76,7 @@ def run_trial_on_nodes(recipe_file: str, plan_file: str, measurement_file: str, 
 def run_training_on_nodes(
     recipe_file: str, plan_file: str, measurement_file: str, modules: str, checkpoints: str
 ) -> None:
-    """Run this node's ranks of a training to its end, like those of a trial.
+    """Run this node's ranks of a training to its end, like a trial's ranks.
 
     The training continues from the newest checkpoint in the folder ``checkpoints``. When SLURM warns it, it writes a
     checkpoint and has the job requeued.

@@ -1,4 +1,4 @@
-"""Submit trials as jobs of SLURM through submitit: each trial without a job gets one, which may be part of an array.
+"""Submit trials as jobs of SLURM through submitit: each trial without a job gets a job, which may be part of an array.
 
 The manifest records which job belongs to which trial, so that any process can follow the jobs at any time.
 """
@@ -128,15 +128,15 @@ def submit(
     """The jobs of the ``pending`` trials: the job that SLURM already has, or else a new one.
 
     The job is empty if the trial's measurement is not the ``known`` one: another process has run it meanwhile. A trial
-    has no job yet where launch.max_submitted, or SLURM, allows no more jobs beside the ``live`` ones of other trials;
+    has no job yet where launch.max_submitted, or SLURM, allows no more jobs beside the ``live`` jobs of other trials;
     ``watcher`` hears of that. ``portion``: some were submitted before, and now so many are tried at once. What SLURM
     refuses for another reason has failed, unless it refuses all.
     """
     manifest = manifest_of(recipe)
     with manifest.decided_alone(), interrupts_noted() as interrupted:
         # An attempt that SLURM refused has removed the measurement of a trial that is retried.
-        measured = {trial: found for trial in pending if (found := trial.measurement()) is not None}
-        jobs = {trial: "" for trial, found in measured.items() if found != known.get(trial)}
+        measured = {trial: measurement for trial in pending if (measurement := trial.measurement()) is not None}
+        jobs = {trial: "" for trial, measurement in measured.items() if measurement != known.get(trial)}
         unended = [trial for trial in pending if trial not in jobs]
         cancel_listed_again(recipe, [trial.name for trial in unended if trial in measured])
         jobs |= _on_their_way(manifest, [trial for trial in unended if trial not in measured])
@@ -211,7 +211,7 @@ def _on_their_way(manifest: Manifest, trials: Sequence[Trial]) -> dict[Trial, st
     known = histories(manifest.entries())
     last = {trial: known[trial.name].last for trial in trials if _has_job(known.get(trial.name))}
     states = job_states(names_of_jobs(last.values()))
-    return {trial: one.job for trial, one in last.items() if one.job in states and not states[one.job].ended}
+    return {trial: entry.job for trial, entry in last.items() if entry.job in states and not states[entry.job].ended}
 
 
 def _has_job(history: History | None) -> bool:
@@ -223,7 +223,7 @@ def submit_one(recipe: LoadedRecipe, manifest: Manifest, submission: Submission)
 
     def record(state: State, jobs: Sequence[str], reason: str = "") -> None:
         pairs, name = zip(submission.trials, jobs, strict=True), submission.name
-        entries = [Entry(trial=one.name, state=state, job=job, submission=name, told=reason) for one, job in pairs]
+        entries = [Entry(trial=trial.name, state=state, job=job, submission=name, told=reason) for trial, job in pairs]
         manifest.append(entries)
 
     for trial in submission.trials:
@@ -272,7 +272,7 @@ def submit_calls(
     name: str,
     training: bool = False,
 ) -> list[str]:
-    """Submit ``calls``, one job each, and return the jobs' ids; raises SlurmError if sbatch refuses.
+    """Submit ``calls``, a job per call, and return the jobs' ids; raises SlurmError if sbatch refuses.
 
     One task on each node of a job makes its call. ``folder``, which only this submission uses, gets the log files.
     """

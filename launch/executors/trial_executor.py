@@ -31,7 +31,7 @@ class TrialExecutor(Protocol):
         known: Mapping[Trial, Measurement] = NONE_KNOWN,
         follow: bool = True,
     ) -> None:
-        """Run ``pending``; ``watcher`` hears of the start and the end of each.
+        """Run ``pending``; ``watcher`` hears of each trial's start and end.
 
         ``known`` are measurements of earlier runs that these replace. Without ``follow``, jobs are submitted only. On
         SIGINT or SIGTERM KeyboardInterrupt is raised; what has ended stays.
@@ -104,7 +104,7 @@ class _Local:
         return self._trials
 
 
-def _run_alike(one: LoadedRecipe, other: LoadedRecipe) -> bool:
+def _run_alike(recipe: LoadedRecipe, other: LoadedRecipe) -> bool:
     """Whether plans run in the same way under both recipes: all keys but those that choose plans are equal."""
-    values = replace(one.values, search=other.values.search, plan=other.values.plan)
-    return values == other.values and one.folder == other.folder
+    values = replace(recipe.values, search=other.values.search, plan=other.values.plan)
+    return values == other.values and recipe.folder == other.folder

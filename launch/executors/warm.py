@@ -1,7 +1,7 @@
 """The driver's end of the warm process, from which the trials of one driver on this machine are forked.
 
 A warm process has imported torch and captured the model, so that a trial begins at once. It is a new interpreter, not
-a fork of the driver, which has threads. The other end is ``launch.executors.fork_trials``; this one imports no torch.
+a fork of the driver, which has threads. The other end is ``launch.executors.fork_trials``; this file imports no torch.
 """
 
 import os
@@ -84,7 +84,7 @@ class WarmProcess:
             ends += [TrialEnd(name, f"the process that forks trials {how_it_ended(code)}") for name in self._running]
         for end in ends:
             self._running.pop(end.name, None)
-        overdue = [one.name for one in self._running.values() if time.monotonic() > one.deadline + GRACE_S]
+        overdue = [trial.name for trial in self._running.values() if time.monotonic() > trial.deadline + GRACE_S]
         if overdue:  # the warm process hangs, as in the user's code that it runs for a capture
             ends += [TrialEnd(name, "the process that forks trials hung", timed_out=True) for name in self._running]
             self.kill()

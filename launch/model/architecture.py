@@ -91,9 +91,9 @@ def _configuration(recipe: LoadedRecipe, model_class: type[Any]) -> Any:
         problem = f"refused by {model_class.__name__}: {' '.join(str(error).split())}"
         raise recipe.error("model.config", problem) from None
     _check_kept(recipe, config, keys)
-    for one, of_one in _with_sub_configurations(config, keys):
-        if hasattr(one, "use_cache") and "use_cache" not in of_one:
-            one.use_cache = False  # training does not use past keys and values
+    for part, part_keys in _with_sub_configurations(config, keys):
+        if hasattr(part, "use_cache") and "use_cache" not in part_keys:
+            part.use_cache = False  # training does not use past keys and values
     return config
 
 
@@ -233,15 +233,15 @@ def _check_arguments(recipe: LoadedRecipe, model_class: type[Any], data: DataSet
     """Raise RecipeError for an input or a constant argument that the model's forward does not take."""
     parameters = inspect.signature(model_class.forward).parameters
     known = [name for name in parameters if name != "self"]
-    takes_more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    takes_more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     named = [(f"data.inputs.{name}" if recipe.values.data.inputs else "data.inputs", name) for name in data.inputs]
     for key, name in [*named, *((f"model.forward.{name}", name) for name in recipe.values.model.forward)]:
         near = get_close_matches(name, known, n=1, cutoff=_TYPO if takes_more else 0.6)
         if name in known or (takes_more and not near and key != "data.inputs"):
             continue
-        found = "unknown; " if key != "data.inputs" else f"none given, and the default {name} is unknown; "
+        problem = "unknown; " if key != "data.inputs" else f"none given, and the default {name} is unknown; "
         hint = f"did you mean {near[0]}? " if near and key != "data.inputs" else ""
-        raise recipe.error(key, f"{found}{hint}the forward of {model_class.__name__} takes {', '.join(known)}")
+        raise recipe.error(key, f"{problem}{hint}the forward of {model_class.__name__} takes {', '.join(known)}")
 
 
 def _check_sizes(recipe: LoadedRecipe, config: Any, data: DataSettings) -> None:
@@ -272,7 +272,7 @@ def _check_sizes(recipe: LoadedRecipe, config: Any, data: DataSettings) -> None:
 
 
 def _of_text(config: Any) -> Any:
-    """The configuration that describes tokens: ``config`` itself, or one inside it."""
+    """The configuration that describes tokens: ``config`` itself, or a configuration inside it."""
     try:
         return config.get_text_config(decoder=True)
     except ValueError:  # there are several such parts

@@ -17,7 +17,7 @@ from launch.recipe.links import AssumedLink
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device, predicted_precision, training
 
-FACTORS = (0.5, 2.0)  # bandwidths of assumed links, in relation to the assumed ones
+FACTORS = (0.5, 2.0)  # bandwidths of assumed links, in relation to what is assumed
 TIE = 1e-9  # relative difference of times that counts as none
 SIGN = "~"  # mark of a plan whose place the assumed links decide
 SIGN_MEANS = f"{SIGN} with half or twice the bandwidth of the assumed links, the plan changes places with a neighbour"
@@ -89,18 +89,18 @@ def assumed_records(recipe: LoadedRecipe, measured_in: str) -> list[dict[str, An
 def places_assumed(recipe: LoadedRecipe, model: CostModel, ranked: Sequence[Ranked]) -> frozenset[int]:
     """The places, among the ``SHOWN`` best plans, of plans whose order the assumed links decide.
 
-    A plan counts if it is slower than the next one, or faster than the one before, once the assumed links have one of
+    A plan counts if it is slower than the next plan, or faster than the plan before, once the assumed links have one of
     ``FACTORS`` of their bandwidth. If there is none, these plans keep their order.
     """
     links = [link for link in assumed_links(recipe, model.measured_in) if link.gbit_per_s is not None]
-    found: set[int] = set()
+    places: set[int] = set()
     for factor in FACTORS if links else ():
         scaled = model.on(_scaled(recipe, model.cluster, links, factor))
-        seconds = [scaled.seconds(one.plan) for one in ranked[:SHOWN]]
+        seconds = [scaled.seconds(ranked_plan.plan) for ranked_plan in ranked[:SHOWN]]
         for place, (this, following) in enumerate(pairwise(seconds)):
             if this > following * (1 + TIE):
-                found |= {place, place + 1}
-    return frozenset(found)
+                places |= {place, place + 1}
+    return frozenset(places)
 
 
 def _scaled(recipe: LoadedRecipe, machine: Cluster, links: Sequence[AssumedLink], factor: float) -> Cluster:
@@ -132,10 +132,10 @@ def _has_cpu_rules(recipe: LoadedRecipe) -> bool:
     values = recipe.values
     if device(values) != "cuda" or values.model.layers is not None or not training(values).autocast:
         return False
-    found = find_spec("torch")  # planning commands that find their captures in the cache do not import torch
-    assert found is not None
-    assert found.origin is not None
-    return run_path(str(Path(found.origin).with_name("version.py")))["cuda"] is None
+    spec = find_spec("torch")  # planning commands that find their captures in the cache do not import torch
+    assert spec is not None
+    assert spec.origin is not None
+    return run_path(str(Path(spec.origin).with_name("version.py")))["cuda"] is None
 
 
 def _words(link: AssumedLink) -> str:

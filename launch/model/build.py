@@ -42,7 +42,7 @@ def captured_model(
 ) -> CapturedModel:
     """The recipe's model, captured for micro-batches of ``micro_batch_size`` samples.
 
-    It is read from its copy in ``folder``, or from the cache. If neither has a valid one, or with ``fresh``, it is
+    It is read from its copy in ``folder``, or from the cache. If neither has a valid capture, or with ``fresh``, it is
     captured, with ``told`` as for ``export``, and stored in the cache.
     """
     if device(recipe.values) == "cpu":

@@ -19,11 +19,15 @@ def measurements(recipe: LoadedRecipe, file: str) -> tuple[list[PlannedRow], lis
         problem = f"{file} lacks the column {names}; prediction.columns may give one of its columns that name"
         raise recipe.error("prediction.columns", problem)
     planned, measured = [], []
-    for one in plan_rows(recipe, [row for row in rows if _is_time(row[column])]):
-        if one.plan is not None:
-            planned.append(one)
+    for planned_row in plan_rows(recipe, [row for row in rows if _is_time(row[column])]):
+        if planned_row.plan is not None:
+            planned.append(planned_row)
             measured.append(
-                MeasuredIteration(model=one.model, plan=one.plan, seconds=SECONDS[column] * float(one.row[column]))
+                MeasuredIteration(
+                    model=planned_row.model,
+                    plan=planned_row.plan,
+                    seconds=SECONDS[column] * float(planned_row.row[column]),
+                )
             )
     return planned, measured
 
@@ -32,8 +36,12 @@ def by_group(planned: Sequence[PlannedRow], calibration: Calibration) -> list[tu
     """Mean absolute error of the iterations of equal degree or micro-batch size: (column, value, error, count)."""
     groups = []
     for name in GROUPED:
-        for value in sorted({one.row[name] for one in planned}, key=int):
-            errors = [abs(e) for e, one in zip(calibration.errors, planned, strict=True) if one.row[name] == value]
+        for value in sorted({planned_row.row[name] for planned_row in planned}, key=int):
+            errors = [
+                abs(e)
+                for e, planned_row in zip(calibration.errors, planned, strict=True)
+                if planned_row.row[name] == value
+            ]
             groups.append((name, value, sum(errors) / len(errors), len(errors)))
     return groups
 

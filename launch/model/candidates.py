@@ -66,7 +66,7 @@ def exact_plans(recipe: LoadedRecipe, maker: PlanMaker | None = None) -> Callabl
 
     The plan then has the Graph at its own micro-batch size, and its memory is checked as the runtime counts it. The
     function raises InputError for a plan that cannot run; a plan of measured layers is returned unchanged. ``maker`` is
-    a ``runnable_maker`` (default: one is made when it is needed).
+    a ``runnable_maker`` (default: it is made when it is needed).
     """
 
     @cache
@@ -99,7 +99,7 @@ def check_rules(recipe: LoadedRecipe, domain: Domain, model: PlanningModel) -> N
 
     A rule that is not possible at one degree refuses only the candidates of that degree.
     """
-    sizes = sorted({one.micro_batch_size for one in domain.degrees if one.tp > 1})
+    sizes = sorted({candidate.micro_batch_size for candidate in domain.degrees if candidate.tp > 1})
     if not recipe.values.model.tensor_parallel or not sizes:
         return
     with refused_rules(recipe):

@@ -85,8 +85,8 @@ def _tensor_figures(recipe: LoadedRecipe, micro_batch_size: int, share: Share) -
     with refused_rules(recipe):
         if device(recipe.values) == "cuda" and torch_has_cuda():
             with CaptureProcess() as process:
-                found: Explanation = process.call(explain, recipe, micro_batch_size)
-                return found
+                explanation: Explanation = process.call(explain, recipe, micro_batch_size)
+                return explanation
         return explain(recipe, micro_batch_size)
 
 
@@ -101,9 +101,9 @@ def _explained(share: Share, recipe: LoadedRecipe, micro_batch_size: int) -> "Ex
     captured = model.program(micro_batch_size)
     with stdout_to_stderr():
         reasons = ruled_reasons(captured, share.tp, rules=rules)
-        found = explain(derived(captured, share, split=split))
+        explanation = explain(derived(captured, share, split=split))
     weights = (
-        each if each.split is not None else replace(each, reason=reasons.get(each.weight, each.reason))
-        for each in found.weights
+        weight if weight.split is not None else replace(weight, reason=reasons.get(weight.weight, weight.reason))
+        for weight in explanation.weights
     )
-    return replace(found, weights=tuple(weights))
+    return replace(explanation, weights=tuple(weights))

@@ -26,7 +26,7 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SetErrors:
-    """How far predicted times are from the measured ones of one published set, as logarithms of their ratios."""
+    """How far predicted times are from the measured times of a published set, as logarithms of their ratios."""
 
     name: str
     origin: Origin
@@ -40,7 +40,7 @@ class SetErrors:
 
 @dataclass(frozen=True, kw_only=True)
 class Certainty:
-    """The spread of measured times around predicted ones, learned from some sets, of which each counts the same."""
+    """The spread of measured times around predicted times, learned from some sets, all of which count the same."""
 
     origin: Origin
     sets: tuple[str, ...]
@@ -59,25 +59,25 @@ class Certainty:
 
     def tied(self, seconds: Sequence[float]) -> int:
         """How many plans behind the first may be as fast; ``seconds`` are those predicted, in rising order."""
-        return sum(not self.tells_apart(seconds[0], each) for each in seconds[1:])
+        return sum(not self.tells_apart(seconds[0], other) for other in seconds[1:])
 
     @property
     def least_difference(self) -> float:
-        """How much longer a plan must be predicted to take than another one that is surely faster."""
+        """How much longer a plan must be predicted to take than another plan that is surely faster."""
         return exp(_DEVIATIONS * sqrt(2) * self.between) - 1
 
 
 def certainty_from(errors: Sequence[SetErrors], origin: Origin) -> Certainty | None:
     """What the sets of ``origin`` teach; None if there are none."""
-    found = [one for one in errors if one.origin is origin]
-    if not found:
+    sets = [known_set for known_set in errors if known_set.origin is origin]
+    if not sets:
         return None
-    between = [one.between for one in found if one.between is not None]
+    between = [known_set.between for known_set in sets if known_set.between is not None]
     return Certainty(
         origin=origin,
-        sets=tuple(one.name for one in found),
-        whole=root_mean_square([one.whole for one in found]),
-        between=root_mean_square(between or [one.whole for one in found]),
+        sets=tuple(known_set.name for known_set in sets),
+        whole=root_mean_square([known_set.whole for known_set in sets]),
+        between=root_mean_square(between or [known_set.whole for known_set in sets]),
     )
 
 
@@ -91,7 +91,7 @@ def certainty_of(recipe: LoadedRecipe, measured_in: str) -> Certainty | None:
     figures = accelerator_figures(recipe)
     if measured_in or recipe.values.cluster.device == "cpu" or None in figures:
         return None
-    origins = {_origin(recipe, each) for each in figures if each is not None}
+    origins = {_origin(recipe, figure) for figure in figures if figure is not None}
     return certainty_from(known_errors(), max(origins, key=list(Origin).index))
 
 

@@ -34,7 +34,7 @@ COPIES = 4  # copies of the parameters: weights, gradients of both runs, and one
 
 
 def bytes_and_flops(graph: Graph) -> tuple[int, int]:
-    """Estimated peak memory of the check, and FLOPs of a forward and a backward; the check runs three of each."""
+    """Estimated peak memory of the check, and FLOPs of a forward and a backward; the check runs both three times."""
     parameters = sum(value.bytes for value in graph.parameters.values())
     activations = sum(value.bytes for node in graph.nodes if not node.is_view for value in node.outputs)
     return COPIES * parameters + activations, sum(node.flops + node.backward_flops for node in graph.nodes)
@@ -89,8 +89,8 @@ def _check(
     cache_of(recipe).store(_identity(recipe, graph, plan), {"equal": True})
     count = sum(prod(value.shape) for value in graph.parameters.values())
     where = "cuda" if on_gpu else "cpu"
-    found = f"{_other(plan)} in its loss and {count:,} gradients, on {where}"
-    return f"{_described(graph)} equals {found}"
+    compared = f"{_other(plan)} in its loss and {count:,} gradients, on {where}"
+    return f"{_described(graph)} equals {compared}"
 
 
 def check_at(recipe: LoadedRecipe, micro_batch_size: int) -> str:
@@ -130,8 +130,8 @@ def check_once(
 def check_plans(
     recipe: LoadedRecipe, plans: Iterable[Plan], process: CaptureProcess, tell: Callable[[str], None]
 ) -> None:
-    """Check the captures that ``plans`` run, and their shards and slices, in ``process``; ``tell`` gets a line for
-    each."""
+    """Check the captures that ``plans`` run, and their shards and slices, in ``process``; ``tell`` gets a
+    line per check."""
     if not recipe.values.training.check_capture:
         return
     plans = list(plans)
@@ -184,6 +184,6 @@ def _identity(recipe: LoadedRecipe, graph: Graph, plan: Plan | None = None) -> d
     values = recipe.values
     facts = {"graph": graph.fingerprint, "seed": values.training.seed, "device": values.cluster.device}
     if plan is not None:
-        split = {name: asdict(each) for name, each in sorted(plan.split.items())}
+        split = {name: asdict(weight_split) for name, weight_split in sorted(plan.split.items())}
         facts |= {"share": asdict(shares_of(plan)[0]), "split": split, "tensor_overlap": plan.tensor_overlap}
     return identity_of(recipe, checked_at=graph.micro_batch_size) | facts

@@ -28,17 +28,17 @@ _READS = {  # part of a module's name -> reads of a configuration in such a modu
 
 
 def keys_of(config_class: type[Any]) -> set[str]:
-    """The keys that ``config_class`` takes: declared ones, their aliases, and those that it takes from ``**kwargs``."""
-    found = {*READ_BY_MODELS, *IMPLEMENTATIONS, *config_class.attribute_map, *sub_configurations(config_class)}
+    """The keys that ``config_class`` takes: declared keys, their aliases, and those that it takes from ``**kwargs``."""
+    keys = {*READ_BY_MODELS, *IMPLEMENTATIONS, *config_class.attribute_map, *sub_configurations(config_class)}
     if is_dataclass(config_class):
-        found |= {item.name for item in fields(config_class)}
+        keys |= {item.name for item in fields(config_class)}
     for base in inspect.getmro(config_class):
         for name, member in vars(base).items():
             if isinstance(member, property) and member.fset is not None:
-                found.add(name)
+                keys.add(name)
             elif name in ("__init__", "__post_init__", "convert_rope_params_to_dict"):
-                found |= _taken_by(member)
-    return {name for name in found if not name.startswith("_")} - {*OF_CHECKPOINTS}
+                keys |= _taken_by(member)
+    return {name for name in keys if not name.startswith("_")} - {*OF_CHECKPOINTS}
 
 
 def undeclared_keys(config_class: type[Any]) -> set[str]:
@@ -53,14 +53,14 @@ def undeclared_keys(config_class: type[Any]) -> set[str]:
 
 
 def of_generation(key: str) -> bool:
-    """Whether ``key`` is one of the keys of generation, which transformers drops from configurations."""
+    """Whether ``key`` is a key of generation, which transformers drops from configurations."""
     import transformers
 
     return not key.startswith("_") and key in transformers.GenerationConfig().to_dict()
 
 
 def sub_configurations(config_class: type[Any]) -> Mapping[str, Any]:
-    """The keys that hold another configuration, such as text_config, and how transformers describes each."""
+    """The keys that hold another configuration, such as text_config, and how transformers describes each key."""
     return getattr(config_class, "sub_configs_defaults", None) or config_class.sub_configs
 
 
@@ -110,7 +110,10 @@ def _taken_by(function: Callable) -> set[str]:
     except (ValueError, OSError, TypeError):  # the function has no Python source
         return set()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {*popped, *(each.name for each in parameters if each.kind not in variadic and each.name != "self")}
+    return {
+        *popped,
+        *(parameter.name for parameter in parameters if parameter.kind not in variadic and parameter.name != "self"),
+    }
 
 
 def _read_by_code(config_class: type[Any]) -> set[str]:
@@ -119,13 +122,13 @@ def _read_by_code(config_class: type[Any]) -> set[str]:
     A module may hold models of several configurations, so an attribute of a configuration inside this one is not its
     own. Methods and other attributes of the class are no keys.
     """
-    found: set[str] = set()
+    attributes: set[str] = set()
     for base in inspect.getmro(config_class):
         for part, reads in _READS.items():
             module = sys.modules.get(base.__module__.replace("configuration_", part))
             if "configuration_" in base.__module__ and module is not None:
-                found |= {one or other for one, other in reads.findall(inspect.getsource(module))}
+                attributes |= {first or other for first, other in reads.findall(inspect.getsource(module))}
     for key, spec in sub_configurations(config_class).items():
         inner = class_inside(spec, {})
-        found -= keys_of(inner) | _read_by_code(inner) if inner is not None else {key}
-    return {name for name in found if not name.startswith("_") and not hasattr(config_class, name)}
+        attributes -= keys_of(inner) | _read_by_code(inner) if inner is not None else {key}
+    return {name for name in attributes if not name.startswith("_") and not hasattr(config_class, name)}

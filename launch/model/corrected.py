@@ -19,18 +19,18 @@ class Corrected:
 
 
 def corrected(predicted: Sequence[float | None], measured: Sequence[float | None]) -> list[Corrected | None]:
-    """The correction of each of ``predicted``, seconds of plans, by the ``measured`` seconds of all plans but itself.
+    """The correction of the ``predicted`` seconds of each plan by the ``measured`` seconds of all other plans.
 
     Logarithms of ratios are averaged, and taken to vary from plan to plan with one variance, which Student's
     distribution knows from so many plans. None where a plan has no prediction, or fewer than LEAST others have both.
     """
     pairs = list(zip(predicted, measured, strict=True))
     ratios = {place: log(there / said) for place, (said, there) in enumerate(pairs) if said and there}
-    found: list[Corrected | None] = []
+    corrections: list[Corrected | None] = []
     for place, said in enumerate(predicted):
         others = [ratio for other, ratio in ratios.items() if other != place]
-        found.append(None if not said or len(others) < LEAST else _corrected(said, others))
-    return found
+        corrections.append(None if not said or len(others) < LEAST else _corrected(said, others))
+    return corrections
 
 
 def _corrected(seconds: float, ratios: Sequence[float]) -> Corrected:

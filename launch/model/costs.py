@@ -77,7 +77,7 @@ def planning_subject(
         return model.sharding(graph if graph.fingerprint else captured(INTERPOLATED[0]))
 
     def source_of(samples: int) -> int:
-        """The micro-batch size at which the model is divided for ``samples``: one for all that can be interpolated."""
+        """The micro-batch size at which the model is divided for ``samples``: the same for all interpolated sizes."""
         return samples if samples not in INTERPOLATED and graph_at(samples).fingerprint else INTERPOLATED[0]
 
     def split(samples: int, share: Share) -> dict[str, Split]:
@@ -135,7 +135,7 @@ def _captured_subject(
     precision: str | None = None,
 ) -> PlannedGraphs:
     """``graph_of`` gives the Graph of a share at a number of samples, and ``divided_at`` the number from which the work
-    of shares at other numbers is taken. ``precision`` replaces the one that the recipe predicts."""
+    of shares at other numbers is taken. ``precision`` replaces the precision that the recipe predicts."""
     prediction = recipe.values.prediction
     float8 = precision is None and prediction.precision == FLOAT8
     precision = precision or predicted_precision(recipe.values)
@@ -165,8 +165,8 @@ def _captured_subject(
 
     def share_work(samples: int, share: Share) -> Work:
         there = divided_at(samples)
-        found, whole = work_there(there, share), subject.work(there)
-        return found if there == samples else work_scaled(found, whole, subject.work(samples), samples / there)
+        local, whole = work_there(there, share), subject.work(there)
+        return local if there == samples else work_scaled(local, whole, subject.work(samples), samples / there)
 
     subject = PlannedGraphs(graph_at, work, lambda graph: sharding(graph).bounds, split, share_work)
     return subject
@@ -185,8 +185,8 @@ def cost_model(recipe: LoadedRecipe, subject: PlannedModel) -> CostModel:
         return subject.fingerprint(samples) or PlanningModel(recipe).graph(samples).fingerprint
 
     measured_in, times_of_work, stage_seconds = "", None, None
-    if (found := find_profile(recipe, fingerprint)) is not None:
-        file, profile = found
+    if (stored := find_profile(recipe, fingerprint)) is not None:
+        file, profile = stored
         measured_in = str(file)
         machine, times = profile.measured(machine), profile.times_at(subject.work, subject.cuts)
         times_of_work, stage_seconds = profile.times_of_work, profile.stage_seconds

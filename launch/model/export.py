@@ -124,12 +124,12 @@ def _tensors(
         raise CheckpointError(f"{source}: it belongs to another model: it has {unknown[0]}, which this model lacks")
 
     def values(tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
-        found = {id(tensor): next((n for n in names[id(tensor)] if n in stored), None) for tensor in tensors}
-        unused = [names[key][0] for key, name in found.items() if name is None]
+        stored_names = {id(tensor): next((n for n in names[id(tensor)] if n in stored), None) for tensor in tensors}
+        unused = [names[key][0] for key, name in stored_names.items() if name is None]
         initial = materialize(build, unused, seed=int(reader.checkpoint.learnt["seed"]), state=_given(recipe, unused))
         result = []
         for tensor in tensors:
-            name = found[id(tensor)]
+            name = stored_names[id(tensor)]
             value = initial[names[id(tensor)][0]] if name is None else reader.whole(f"model.{name}")
             if value.shape != tensor.shape:
                 shapes = f"{list(value.shape)} in it, and {list(tensor.shape)} in this model"

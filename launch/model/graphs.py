@@ -88,7 +88,7 @@ class PlanningModel:
         return graph
 
     def sharding(self, graph: Graph, subgraphs: int | None = None) -> Sharding:
-        """The subgraphs of ``graph``, one of this model's: ``subgraphs`` of them (default: the recipe's number).
+        """The subgraphs of ``graph``, a Graph of this model: ``subgraphs`` of them (default: the recipe's number).
 
         They are kept by the graph's fingerprint: where the Graph comes from another process or from the cache, this
         process may not have imported the model's code, and the cache would not notice that it changes. Those of an
@@ -132,11 +132,11 @@ class PlanningModel:
         rules = self._recipe.values.model.tensor_parallel
         with stdout_to_stderr():
             split = planned_split(captured, share, rules=rules)
-        self._cache.store(identity, {name: asdict(each) for name, each in split.items()})
+        self._cache.store(identity, {name: asdict(weight_split) for name, weight_split in split.items()})
         return split
 
     def local_graphs(self, micro_batch_size: int, share: Share) -> tuple[LocalGraph, ...]:
-        """What ranks with ``share`` of the work run, with the weights split as ``split`` says: one for each slice.
+        """What ranks with ``share`` of the work run, with the weights split as ``split`` says: a program per slice.
 
         Raises InputError where the model cannot be captured, or cannot be divided so.
         """
@@ -215,14 +215,14 @@ class PlanningModel:
 
     def _split_identity(self, micro_batch_size: int, share: Share) -> dict[str, Any]:
         rules = list(self._recipe.values.model.tensor_parallel.items())
-        found = {**self.identity(split_at=micro_batch_size), **asdict(share.of_all_tokens), "rules": rules}
-        found.pop("attention", None)  # a rank runs the same operations, however they are described
-        return found
+        identity = {**self.identity(split_at=micro_batch_size), **asdict(share.of_all_tokens), "rules": rules}
+        identity.pop("attention", None)  # a rank runs the same operations, however they are described
+        return identity
 
     def identity(self, **what: int) -> dict[str, Any]:
         """As ``identity_of``, for the costs of this model's Graphs."""
-        found = identity_of(self._recipe, **what)
-        return found if self._fused_attention else {**found, "attention": UNFUSED}
+        identity = identity_of(self._recipe, **what)
+        return identity if self._fused_attention else {**identity, "attention": UNFUSED}
 
 
 Elsewhere = Callable[[LoadedRecipe], PlanningModel]  # gives the PlanningModel of a recipe in a CaptureProcess
@@ -234,7 +234,7 @@ def _capture_to_json(model_of: Elsewhere, recipe: LoadedRecipe, micro_batch_size
 
 def _split_to_json(model_of: Elsewhere, share: Share, recipe: LoadedRecipe, micro_batch_size: int) -> Any:
     split = model_of(recipe).split_here(micro_batch_size, share)
-    return {name: asdict(each) for name, each in split.items()}
+    return {name: asdict(weight_split) for name, weight_split in split.items()}
 
 
 def _locals_to_json(model_of: Elsewhere, share: Share, recipe: LoadedRecipe, micro_batch_size: int) -> Any:
@@ -257,7 +257,7 @@ def _planning_model(recipe: LoadedRecipe, *, predicted: bool, fresh: bool) -> Pl
 
 
 def _splits_from_json(content: dict[str, Any]) -> dict[str, Split]:
-    return {name: Split(dim=each["dim"], blocks=tuple(each["blocks"])) for name, each in content.items()}
+    return {name: Split(dim=record["dim"], blocks=tuple(record["blocks"])) for name, record in content.items()}
 
 
 def default_micro_batch_size(recipe: LoadedRecipe) -> int:

@@ -21,10 +21,10 @@ def identity_of(recipe: LoadedRecipe, **what: int) -> dict[str, Any]:
     module = (recipe.values.model.factory or "").partition(":")[0].partition(".")[0]
     where = place_of(module, _code_folders(recipe)) if module else ""
     training = {"device": device(recipe.values), "precision": values["training"]["precision"]}
-    found = {"model": model, "data": data, **training, "where": where, **what}
+    identity = {"model": model, "data": data, **training, "where": where, **what}
     if (stored := stored_configuration(recipe.values.model.weights)) is not None:
-        found["stored"] = stored
-    return found
+        identity["stored"] = stored
+    return identity
 
 
 def _code_folders(recipe: LoadedRecipe) -> list[str]:

@@ -60,13 +60,13 @@ def measure_candidates(
     def run(world: World, report: Report) -> tuple[CandidateTimes, ...]:
         if devices:
             use_device(world.device("cuda"))
-        ours = sizes or [each for size in micro_batch_sizes(recipe) for each in stages_of(size)]
+        ours = sizes or [named_stages for size in micro_batch_sizes(recipe) for named_stages in stages_of(size)]
         return measure_stages(ours, settings, data, world, seed=recipe.values.training.seed, report=report)
 
-    parts = STAGE_ROUNDS * sum(len(each.model.distinct) for each in sizes)
+    parts = STAGE_ROUNDS * sum(len(named_stages.model.distinct) for named_stages in sizes)
     with measuring(parts or None) as on_report:
         outcome = run_ranks(1, run, on_report=on_report, devices=devices, limit_s=None, straggle_s=settings.timeout_s)
     if outcome.status is not Status.OK:
         raise ProfileError(f"profile: the rank ended as {outcome.status}:\n{outcome.error}")
-    found: tuple[CandidateTimes, ...] = outcome.result
-    return found
+    times: tuple[CandidateTimes, ...] = outcome.result
+    return times

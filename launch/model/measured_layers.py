@@ -119,20 +119,20 @@ def _read(file: Path) -> tuple[Mapping[str, str], ...]:
 
 
 def _one_sample(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]], count: int) -> MeasuredLayers:
-    found: dict[tuple[str, int], list[float]] = {}
+    times: dict[tuple[str, int], list[float]] = {}
     for row in rows:
         if row["model"] == recipe.values.model.layers_of:
-            found.setdefault((row["device"], int(row["tp"])), []).append(float(row["forward_s_per_sample"]))
-    if not found:
+            times.setdefault((row["device"], int(row["tp"])), []).append(float(row["forward_s_per_sample"]))
+    if not times:
         names = ", ".join(sorted({row["model"] for row in rows}))
         raise recipe.error(
             "model.layers_of",
             f"found {recipe.values.model.layers_of!r}; {recipe.values.model.layers} has rows of {names}: it takes one",
         )
-    for (device, tp), seconds in found.items():
+    for (device, tp), seconds in times.items():
         _check_count(recipe, len(seconds), count, f"on {device} at tp {tp}")
-    takers = _takers(recipe, [device for device, _ in found])
-    return {(name, tp): tuple(seconds) for (device, tp), seconds in found.items() for name in takers[device]}
+    takers = _takers(recipe, [device for device, _ in times])
+    return {(name, tp): tuple(seconds) for (device, tp), seconds in times.items() for name in takers[device]}
 
 
 def _by_device(recipe: LoadedRecipe) -> dict[str, list[Mapping[str, str]]]:
@@ -146,11 +146,11 @@ def _by_device(recipe: LoadedRecipe) -> dict[str, list[Mapping[str, str]]]:
             problem = f"found {recipe.values.model.layers!r}, which has no column {DEVICE!r}"
             raise recipe.error("model.layers", f"{problem}; it must say of which each row is: {', '.join(kinds)}")
         return {kinds[0]: list(rows)}
-    found: dict[str, list[Mapping[str, str]]] = {}
+    by_device: dict[str, list[Mapping[str, str]]] = {}
     for row in rows:
-        found.setdefault(row[DEVICE], []).append(row)
-    takers = _takers(recipe, found)
-    return {name: of_device for device, of_device in found.items() for name in takers[device]}
+        by_device.setdefault(row[DEVICE], []).append(row)
+    takers = _takers(recipe, by_device)
+    return {name: of_device for device, of_device in by_device.items() for name in takers[device]}
 
 
 def _kinds(recipe: LoadedRecipe) -> list[str]:
@@ -166,7 +166,7 @@ def _takers(recipe: LoadedRecipe, devices: Iterable[str]) -> dict[str, list[str]
     """
     takers: dict[str, list[str]] = {device: [] for device in devices}
     for kind in _kinds(recipe):
-        known = [each for each in takers if f"{kind}-".casefold().startswith(f"{each}-".casefold())]
+        known = [device for device in takers if f"{kind}-".casefold().startswith(f"{device}-".casefold())]
         if known:
             takers[max(known, key=len)].append(kind)
     return {device: kinds or [device] for device, kinds in takers.items()}
@@ -176,23 +176,23 @@ def _passes(recipe: LoadedRecipe, count: int) -> Mapping[tuple[str, int], Measur
     """The measured passes by kind of device and degree."""
     passes = {}
     for device, rows in _by_device(recipe).items():
-        found: dict[int, dict[int, list[Mapping[str, str]]]] = {}
+        by_degree: dict[int, dict[int, list[Mapping[str, str]]]] = {}
         for row in rows:
-            found.setdefault(int(row["tp"]), {}).setdefault(int(row["micro_batch_size"]), []).append(row)
-        for tp, by_size in found.items():
+            by_degree.setdefault(int(row["tp"]), {}).setdefault(int(row["micro_batch_size"]), []).append(row)
+        for tp, by_size in by_degree.items():
             sizes = sorted(by_size)
             ordered = [sorted(by_size[size], key=lambda row: int(row["layer"])) for size in sizes]
-            for size, each in zip(sizes, ordered, strict=True):
-                _check_count(recipe, len(each), count, f"on {device} at tp {tp} and micro_batch_size {size}")
+            for size, layers in zip(sizes, ordered, strict=True):
+                _check_count(recipe, len(layers), count, f"on {device} at tp {tp} and micro_batch_size {size}")
             passes[device, tp] = MeasuredPasses(
                 samples=tuple(sizes),
-                forward=tuple(tuple(float(row["forward_s"]) for row in each) for each in ordered),
-                backward=tuple(tuple(float(row["backward_s"]) for row in each) for each in ordered),
+                forward=tuple(tuple(float(row["forward_s"]) for row in layers) for layers in ordered),
+                backward=tuple(tuple(float(row["backward_s"]) for row in layers) for layers in ordered),
             )
     return passes
 
 
-def _check_count(recipe: LoadedRecipe, found: int, count: int, where: str) -> None:
-    if found != count:
-        problem = f"found sizes of {counted(count, 'layer')}; {recipe.values.model.layers} has {found} {where}"
+def _check_count(recipe: LoadedRecipe, present: int, count: int, where: str) -> None:
+    if present != count:
+        problem = f"found sizes of {counted(count, 'layer')}; {recipe.values.model.layers} has {present} {where}"
         raise recipe.error("model.layer_sizes", problem)

@@ -39,11 +39,11 @@ def none_runs(
     recipe: LoadedRecipe, refused: Refusals, maker: PlanMaker, lacking_memory: Sequence[Candidate]
 ) -> RecipeError:
     """The error of a search space whose candidates were all ``refused``, some of them as ``lacking_memory``."""
-    one = refused.foremost
-    problem = f"its only candidate cannot run: {one.reason}"
+    refusal = refused.foremost
+    problem = f"its only candidate cannot run: {refusal.reason}"
     if refused.total > 1:
-        problem = f"none of its {refused.total} candidates can run; {one.count} of them: {one.reason}"
-    return recipe.error("search", problem + _nearest(maker, lacking_memory), kind=one.kind)
+        problem = f"none of its {refused.total} candidates can run; {refusal.count} of them: {refusal.reason}"
+    return recipe.error("search", problem + _nearest(maker, lacking_memory), kind=refusal.kind)
 
 
 def _nearest(maker: PlanMaker, lacking_memory: Sequence[Candidate]) -> str:

@@ -75,17 +75,17 @@ def read_candidates(recipe: LoadedRecipe, file: str) -> list[dict[str, str]]:
 
 def predict(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator[Prediction]:
     """The predictions for ``rows``, in order."""
-    for one in plan_rows(recipe, rows):
-        if one.plan is None:
-            yield Prediction(one.row, None, None, one.problem)
+    for planned in plan_rows(recipe, rows):
+        if planned.plan is None:
+            yield Prediction(planned.row, None, None, planned.problem)
             continue
         try:
-            seconds = one.model.seconds(one.plan)
+            seconds = planned.model.seconds(planned.plan)
         except InputError as error:  # for example layers that were not measured at this degree
-            yield Prediction(one.row, None, None, str(error))
+            yield Prediction(planned.row, None, None, str(error))
             continue
-        peak, problem = max(one.model.memory.of(one.plan)), shortage_of(one.model, one.plan)
-        yield Prediction(one.row, seconds, peak, problem, one.model.measured_in)
+        peak, problem = max(planned.model.memory.of(planned.plan)), shortage_of(planned.model, planned.plan)
+        yield Prediction(planned.row, seconds, peak, problem, planned.model.measured_in)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def predict_plans(
     if not costs.measured_in and any(kind.accelerator is None for kind in kinds):
         return none
     seconds = {}
-    for plan in (one for one in plans if one.engine == AUTO3D):  # only auto3d has a cost model
+    for plan in (plan for plan in plans if plan.engine == AUTO3D):  # only auto3d has a cost model
         with suppress(InputError):  # for example a degree that the profile lacks
             seconds[plan] = costs.seconds(plan)
     based_on = f"{recipe.values.prediction.method}, on {basis(recipe, costs.measured_in)}"
@@ -182,7 +182,7 @@ def plan_rows(
 def candidate_of_row(recipe: LoadedRecipe, row: Mapping[str, str]) -> Candidate:
     """The candidate that a row describes; what the row leaves open comes from the recipe's plan.
 
-    Raises InputError where a value is not one that its axis takes.
+    Raises InputError where an axis does not take its value.
     """
     base = candidate_of(recipe.values.plan or PlanRecipe())
     choices: dict[str, Any] = {"partition": predicted_times(recipe.values).partition}

@@ -34,9 +34,9 @@ def _flag(key: str, value: Any) -> bool:
 
 def _numbers(key: str, value: Any) -> float | tuple[float, ...]:
     values = value if isinstance(value, list) else [value]
-    for one in values:
-        if type(one) not in (int, float) or not 0 <= one < inf:
-            raise InputError(f"{key}: found {one!r}; it must be a number from 0 on, or a list of them")
+    for number in values:
+        if type(number) not in (int, float) or not 0 <= number < inf:
+            raise InputError(f"{key}: found {number!r}; it must be a number from 0 on, or a list of them")
     return tuple(map(float, values)) if isinstance(value, list) else float(value)
 
 
@@ -101,29 +101,29 @@ def _problem(values: dict[Any, Any]) -> BareProblem:
     if stages % devices:
         raise InputError(f"stages: {stages} are no multiple of {devices} devices")
 
-    def each(key: str, default: float | tuple[float, ...], count: int = stages) -> tuple[float, ...]:
+    def listed(key: str, default: float | tuple[float, ...], count: int = stages) -> tuple[float, ...]:
         value = read.get(key, default)
-        listed = value if isinstance(value, tuple) else (value,) * count
-        if len(listed) != count:
-            raise InputError(f"{key}: found {len(listed)} values; it takes a number, or {count} of them")
-        return listed
+        numbers = value if isinstance(value, tuple) else (value,) * count
+        if len(numbers) != count:
+            raise InputError(f"{key}: found {len(numbers)} values; it takes a number, or {count} of them")
+        return numbers
 
-    forward = each("forward", 0.0)
-    backward = each("backward", tuple(2 * time for time in forward))
+    forward = listed("forward", 0.0)
+    backward = listed("backward", tuple(2 * time for time in forward))
     if "backward" not in read and {"backward_input", "backward_weight"} <= read.keys():
-        backward = tuple(map(sum, zip(each("backward_input", 0.0), each("backward_weight", 0.0), strict=True)))
+        backward = tuple(map(sum, zip(listed("backward_input", 0.0), listed("backward_weight", 0.0), strict=True)))
     if "backward_weight" in read:
-        weight = each("backward_weight", 0.0)
+        weight = listed("backward_weight", 0.0)
     elif "backward_input" in read:
-        weight = _minus("backward_input", backward, each("backward_input", 0.0))
+        weight = _minus("backward_input", backward, listed("backward_input", 0.0))
     else:
         weight = tuple(time / 2 for time in backward)
     halves = _minus("backward_weight", backward, weight)
-    given = each("backward_input", halves)
+    given = listed("backward_input", halves)
     if any(abs(a - b) > 1e-9 * max(a, b) for a, b in zip(halves, given, strict=True)):
         raise InputError("backward_input: it and backward_weight do not add up to backward; give two of the three")
-    activation = each("activation", 1.0)
-    speed = each("speed", 1.0, devices)
+    activation = listed("activation", 1.0)
+    speed = listed("speed", 1.0, devices)
     if min(speed) <= 0:
         raise InputError(f"speed: found {min(speed):g}; it must be more than 0")
     return BareProblem(
@@ -132,18 +132,18 @@ def _problem(values: dict[Any, Any]) -> BareProblem:
         forward=forward,
         backward_input=halves,
         backward_weight=weight,
-        recompute=each("recompute", forward),
-        sync=each("sync", 0.0),
-        sync_copies=each("sync_copies", each("sync", 0.0)),
-        update=each("update", 0.0),
-        messages=tuple(MessageCost(forward=time, backward=time) for time in each("message", 0.0, stages - 1)),
+        recompute=listed("recompute", forward),
+        sync=listed("sync", 0.0),
+        sync_copies=listed("sync_copies", listed("sync", 0.0)),
+        update=listed("update", 0.0),
+        messages=tuple(MessageCost(forward=time, backward=time) for time in listed("message", 0.0, stages - 1)),
         overlap=read.get("overlap", True),
         speed=speed,
         activation=activation,
-        kept=each("kept", activation),
-        deferred=each("deferred", activation),
-        weights=each("weights", 0.0),
-        memory=each("memory", inf, devices),
+        kept=listed("kept", activation),
+        deferred=listed("deferred", activation),
+        weights=listed("weights", 0.0),
+        memory=listed("memory", inf, devices),
         placements=read.get("placements", frozenset(PLACEMENTS)),
         may_split=read.get("split", True),
         may_recompute="kept" in read,

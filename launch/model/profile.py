@@ -68,7 +68,7 @@ def find_profile(recipe: LoadedRecipe, fingerprint: Callable[[int], str]) -> tup
     """The profile that ``prediction.profile`` chooses, and its file; None if there is none.
 
     ``auto`` chooses the profile that `auto3d tune` measured for this recipe, if it fits, else the cluster's. Raises
-    RecipeError, which names the command that measures the right profile, where the chosen one is missing or was
+    RecipeError, which names the command that measures the right profile, where the chosen profile is missing or was
     measured for another model, device or setting. ``fingerprint`` maps a micro-batch size to the fingerprint of the
     model's Graph.
     """
@@ -120,11 +120,11 @@ def tensor_parallel_shares(recipe: LoadedRecipe) -> list[Share]:
     values = recipe.values
     devices, searched = values.cluster.devices_per_node, values.search.tp
     kinds = values.search.sequence_parallel
-    found = {
+    pairs = {
         (degree, kind)
         for degree in (divisors_of(devices) if searched == AUTO else searched)
         for kind in ([False, True] if kinds == AUTO else kinds)
     }
     if values.plan is not None:
-        found.add((values.plan.tp, values.plan.sequence_parallel))
-    return [Share(tp=tp, sequence_parallel=kind) for tp, kind in sorted(found) if 1 < tp <= devices]
+        pairs.add((values.plan.tp, values.plan.sequence_parallel))
+    return [Share(tp=tp, sequence_parallel=kind) for tp, kind in sorted(pairs) if 1 < tp <= devices]

@@ -28,20 +28,20 @@ COVERED = (
 
 def fastest_order(ranked: Iterable[Ranked]) -> Ranked | None:
     """The first of ``ranked`` whose schedule is an explicit order; None if there is none."""
-    return next((one for one in ranked if one.plan.schedule == NAME), None)
+    return next((ranked_plan for ranked_plan in ranked if ranked_plan.plan.schedule == NAME), None)
 
 
-def order_certificate(search: Search, one: Ranked) -> Certificate:
-    """The certificate of the order of ``one``, in predicted seconds; raises InputError if there is none."""
+def order_certificate(search: Search, ranked: Ranked) -> Certificate:
+    """The certificate of the order of ``ranked``, in predicted seconds; raises InputError if there is none."""
     return certificate_of(
-        one.plan, search.maker.model, may_recompute=one.candidate.recompute == AUTO, seconds=SOLVER_SECONDS
+        ranked.plan, search.maker.model, may_recompute=ranked.candidate.recompute == AUTO, seconds=SOLVER_SECONDS
     )
 
 
-def describe_certificate(search: Search, one: Ranked) -> str:
-    """The certificate of the order of ``one`` and what it covers; or why there is none."""
+def describe_certificate(search: Search, ranked: Ranked) -> str:
+    """The certificate of the order of ``ranked`` and what it covers; or why there is none."""
     try:
-        return f"{order_certificate(search, one)}, in seconds. {COVERED}"
+        return f"{order_certificate(search, ranked)}, in seconds. {COVERED}"
     except InputError as error:
         return f"not certified: {error}"
 
@@ -58,31 +58,31 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
     ranked = search.ranked()
     certified, trials = fastest_order(ranked), most_trials(recipe.values)
     assumed, certainty = places_assumed(recipe, model, ranked), certainty_of(recipe, model.measured_in)
-    tied = 0 if certainty is None or not ranked else certainty.tied([one.seconds for one in ranked])
-    for place, one in enumerate(ranked):
-        estimate = asdict(model.estimate(one.plan)) if place < EXPLAINED else None
+    tied = 0 if certainty is None or not ranked else certainty.tied([ranked_plan.seconds for ranked_plan in ranked])
+    for place, ranked_plan in enumerate(ranked):
+        estimate = asdict(model.estimate(ranked_plan.plan)) if place < EXPLAINED else None
         plan, problem = None, ""
         if place < trials:
             try:
-                plan = asdict(exact(one))
+                plan = asdict(exact(ranked_plan))
             except InputError as error:  # for example memory, which the runtime counts tensor by tensor
                 problem = str(error)
         certificate = None
-        if one is certified:
+        if ranked_plan is certified:
             try:
-                found = order_certificate(search, one)
-                certificate = asdict(found) | {"gap": found.gap}
+                order = order_certificate(search, ranked_plan)
+                certificate = asdict(order) | {"gap": order.gap}
             except InputError as error:
                 certificate = {"problem": str(error)}
         records.append(
             {
-                **asdict(one.candidate),
-                "same": [asdict(each) for each in one.same],
-                "predicted_s": one.seconds,
-                "interval_s": None if certainty is None else certainty.interval(one.seconds),
+                **asdict(ranked_plan.candidate),
+                "same": [asdict(candidate) for candidate in ranked_plan.same],
+                "predicted_s": ranked_plan.seconds,
+                "interval_s": None if certainty is None else certainty.interval(ranked_plan.seconds),
                 "as_fast_as_first": 0 < place <= tied,
                 "place_assumed": place in assumed,
-                "peak_bytes": max(model.memory.of(one.plan)),
+                "peak_bytes": max(model.memory.of(ranked_plan.plan)),
                 "problem": problem,
                 "estimate": estimate,
                 "certificate": certificate,
@@ -93,7 +93,10 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
         "candidates": records,
         "certainty": None if certainty is None else asdict(certainty),
         "separated_by": what_separates(recipe, tied + 1) if tied else None,
-        "infeasible": [{"count": one.count, "reason": one.reason, **asdict(one.example)} for one in search.refused()],
+        "infeasible": [
+            {"count": refusal.count, "reason": refusal.reason, **asdict(refusal.example)}
+            for refusal in search.refused()
+        ],
         "algorithm": algorithm(recipe),
         "size": len(search.domain),
         "ruled_out": search.ruled_out,
@@ -110,7 +113,7 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
 def what_separates(recipe: LoadedRecipe, plans: int) -> str:
     """The commands that tell the best ``plans`` apart at the least cost.
 
-    A few trials take the whole cluster for a few iterations each. More plans than FEW are first predicted from a
+    A few trials take the whole cluster for a few iterations. More plans than FEW are first predicted from a
     profile, which takes one node for a minute and tells more of them apart.
     """
     profile = how_to_measure(recipe, "") if plans > FEW else ""

@@ -99,7 +99,7 @@ def search_recipe(
 
 def _prepare(maker: PlanMaker, domain: Domain) -> None:
     """Capture the model and divide its work for all of ``domain``, so that no budget of the search includes it."""
-    candidates = chain.from_iterable(domain.variants(one, DEFAULTS_OF_SHARDS) for one in domain.degrees)
+    candidates = chain.from_iterable(domain.variants(candidate, DEFAULTS_OF_SHARDS) for candidate in domain.degrees)
     shares = sorted({(candidate.micro_batch_size, share_of(candidate)) for candidate in candidates})
     maker.prepare(shares)
     maker.prepare(
@@ -113,8 +113,8 @@ def _prepare(maker: PlanMaker, domain: Domain) -> None:
 def _slices(domain: Domain) -> list[int]:
     """The numbers of slices of the sequence in which schedules of ``domain`` run a micro-batch."""
     schedules = ((SCHEDULES[name], given) for name, given in map(parse_schedule, domain.choices["schedule"]))
-    found = {int({**family.options, **given}["slices"]) for family, given in schedules if family.sliced}
-    return sorted(found - {1})
+    counts = {int({**family.options, **given}["slices"]) for family, given in schedules if family.sliced}
+    return sorted(counts - {1})
 
 
 def algorithm(recipe: LoadedRecipe) -> str:

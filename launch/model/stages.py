@@ -25,7 +25,7 @@ from launch.recipe.settings import cluster, training, with_memory
 
 @dataclass(frozen=True)
 class SentTensor:
-    """A value that a stage sends to a later one, and its bytes in the precision of training."""
+    """A value that a stage sends to a later stage, and its bytes in the precision of training."""
 
     value: str
     bytes: int
@@ -101,8 +101,8 @@ def partition_model(
     """
     model = PlanningModel(recipe, fresh=fresh, predicted=True)
     graph_at = cache(model.graph)
-    found = find_profile(recipe, lambda samples: graph_at(samples).fingerprint)
-    measured_in, profile = ("", None) if found is None else (str(found[0]), found[1])
+    stored = find_profile(recipe, lambda samples: graph_at(samples).fingerprint)
+    measured_in, profile = ("", None) if stored is None else (str(stored[0]), stored[1])
     machine = cluster(recipe) if profile is None else profile.measured(cluster(recipe))
     if memory_gib is not None:
         machine = with_memory(machine, memory_gib * 2**30)
@@ -113,7 +113,7 @@ def partition_model(
     )
     request = replace(request, equal_slices=equal_slices)
     result = partition(method, request)
-    each = _stage_figures(request.graph, sharding, request.costs, result)
+    stage_figures = _stage_figures(request.graph, sharding, request.costs, result)
     figures = PartitionFigures(
         method=method,
         graph=request.graph.fingerprint,
@@ -124,9 +124,9 @@ def partition_model(
         subgraphs=len(sharding.subgraphs),
         micro_batches=result.micro_batches,
         pipelines=result.pipelines,
-        stages=each,
-        balance=_balance([stage.flops / stage.replicas for stage in each]),
-        time_balance=_balance([(stage.forward_s + stage.backward_s) / stage.replicas for stage in each]),
+        stages=stage_figures,
+        balance=_balance([stage.flops / stage.replicas for stage in stage_figures]),
+        time_balance=_balance([(stage.forward_s + stage.backward_s) / stage.replicas for stage in stage_figures]),
         candidates=result.candidates,
         measured_candidates=result.measured_candidates,
     )
@@ -148,7 +148,9 @@ def request_on(
 
     ``graph_at`` gives the Graphs of ``model``.
     """
-    first = max(LEAST_CAPTURED, micro_batch_size)  # the Graphs that RaNNC interpolates have the operations of this one
+    first = max(
+        LEAST_CAPTURED, micro_batch_size
+    )  # the Graphs that RaNNC interpolates have the operations of this Graph
     return PartitionRequest(
         graph_at=graph_at,
         costs_of=costs_on(
@@ -239,7 +241,7 @@ def _stage_figures(graph: Graph, sharding: Sharding, costs: PartitionCosts, resu
                 flops_share=stage.flops / all_flops if all_flops else 0.0,
                 forward_s=sum(costs.forward_s[p] for p in runs),
                 backward_s=sum(costs.backward_s[p] for p in runs),
-                send_bytes=sum(each.bytes for each in sent),
+                send_bytes=sum(tensor.bytes for tensor in sent),
                 sent=sent,
                 replicas=replicas,
             )
@@ -249,7 +251,7 @@ def _stage_figures(graph: Graph, sharding: Sharding, costs: PartitionCosts, resu
 
 def _sent(stage: Stage, factor: float) -> list[SentTensor]:
     """What ``stage`` sends; ``factor`` is the bytes sent per byte in the Graph."""
-    return [SentTensor(one.value.name, round(factor * one.value.bytes), one.target) for one in stage.sent]
+    return [SentTensor(sent.value.name, round(factor * sent.value.bytes), sent.target) for sent in stage.sent]
 
 
 def _balance(values: Sequence[float]) -> float:
@@ -268,8 +270,10 @@ def _whole_modules(graph: Graph, operations: Sequence[Sequence[int]]) -> list[li
     """For each stage the largest modules that lie in it alone; a module that is cut is replaced by its submodules."""
     stages_of: dict[str, set[int]] = {}
     paths = [
-        dict.fromkeys(graph.nodes[position].module for position in each if not graph.nodes[position].from_inputs)
-        for each in operations
+        dict.fromkeys(
+            graph.nodes[position].module for position in stage_operations if not graph.nodes[position].from_inputs
+        )
+        for stage_operations in operations
     ]
     for stage, modules in enumerate(paths):
         for path in modules:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def stored_program(
     recipe: LoadedRecipe, micro_batch_size: int, build: "Callable[[], nn.Module]", folder: Path | None = None
 ) -> "CapturedModel | None":
-    """The captured model that ``folder`` has a copy of, or else the cache; None if neither has a valid one.
+    """The captured model that ``folder`` has a copy of, or else the cache; None if neither has a valid model.
 
     ``build``, which makes the recipe's model, is not called. A copy that is not valid here is reported in one line.
     """

@@ -47,7 +47,7 @@ def plans_of_sweep(
     if AUTO in recipe.values.search.recompute:
         check_memory_known(recipe, "search.recompute")
     domain = Domain(search_space(recipe.values), cluster(recipe), task(recipe))
-    engines = {one.engine for one in domain.degrees}
+    engines = {candidate.engine for candidate in domain.degrees}
     if len(domain) <= recipe.values.search.max_trials or engines != {AUTO3D}:  # nothing predicts other engines
         return _listed(recipe, domain, graph_at, model, before)
     return _searched(recipe, graph_at, model, before, process)
@@ -64,13 +64,13 @@ def _listed(
     check_rules(recipe, domain, model)
     maker = runnable_maker(recipe, graph_at, model)
     listed = list(list_candidates(domain, maker))
-    candidates = {one.plan: one.candidate for one in listed if one.plan is not None}
+    candidates = {entry.plan: entry.candidate for entry in listed if entry.plan is not None}
     refused = Refusals() if listed else domain.refused  # no degrees have the right number of devices
-    for one in listed:
-        if one.plan is None:
-            refused.add(one.candidate, one.reason, one.kind)
+    for entry in listed:
+        if entry.plan is None:
+            refused.add(entry.candidate, entry.reason, entry.kind)
     if not candidates:
-        raise none_runs(recipe, refused, maker, [one.candidate for one in listed if one.kind == "memory"])
+        raise none_runs(recipe, refused, maker, [entry.candidate for entry in listed if entry.kind == "memory"])
     plans = list(candidates)
     if left_out := max(0, len(plans) - recipe.values.search.max_trials):
         seconds = {plan: maker.model.seconds(plan) for plan in plans}
@@ -98,25 +98,25 @@ def _searched(
         return SweepPlans(candidates=candidates)
     search = search_recipe(recipe, process=process, best=most)
     exact, refused = exact_plans(recipe, maker), search.refused()
-    for one in search.ranked():
+    for ranked_plan in search.ranked():
         if len(candidates) == most:
             break
         try:
-            candidates.setdefault(exact(one), one.candidate)
+            candidates.setdefault(exact(ranked_plan), ranked_plan.candidate)
         except InputError as error:  # for example memory, which is exact only at the plan's own micro-batch size
-            refused.add(one.candidate, str(error), error.kind)
+            refused.add(ranked_plan.candidate, str(error), error.kind)
     if not candidates:
         raise none_runs(recipe, refused, maker, search.lacking_memory)
     total = len(search.domain) + search.domain.refused.total
     return SweepPlans(candidates=candidates, left_out=total - refused.total - len(candidates), refused=refused)
 
 
-def _refused_by_peers(found: Iterable[ListedCandidate]) -> dict[Plan, ListedCandidate]:
-    """The plans that peers cannot train: for each peer, whatever its options, one of each reason."""
+def _refused_by_peers(listed: Iterable[ListedCandidate]) -> dict[Plan, ListedCandidate]:
+    """The plans that peers cannot train: for each peer, whatever its options, a plan for each reason."""
     first: dict[tuple[str, str], ListedCandidate] = {}
-    for one in found:
-        if one.refused is not None:
-            engine = one.refused.engine.partition(":")[0]
-            reason = without_numbers(one.reason.removeprefix(one.refused.engine))
-            first.setdefault((engine, reason), one)
-    return {one.refused: one for one in first.values() if one.refused is not None}
+    for entry in listed:
+        if entry.refused is not None:
+            engine = entry.refused.engine.partition(":")[0]
+            reason = without_numbers(entry.reason.removeprefix(entry.refused.engine))
+            first.setdefault((engine, reason), entry)
+    return {entry.refused: entry for entry in first.values() if entry.refused is not None}

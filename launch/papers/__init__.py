@@ -1,1 +1,1 @@
-"""The tables and figures of papers, made again: each is a file of recipes/papers/."""
+"""The tables and figures of papers, made again: every item is a file of recipes/papers/."""

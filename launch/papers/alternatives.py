@@ -54,9 +54,9 @@ def read_alternatives(name: str) -> Alternatives:
     if name not in papers():
         raise RecipeError(COMMAND_LINE, "--alternatives", f"there is no {name!r}; it takes {', '.join(papers())}")
     file = _FOLDER / f"{name}.yaml"
-    found = validated(file, _adapter)
-    _check(file, found)
-    return found
+    alternatives = validated(file, _adapter)
+    _check(file, alternatives)
+    return alternatives
 
 
 def items_of(alternatives: Alternatives) -> dict[str, Item]:
@@ -99,19 +99,19 @@ def _altered(part: Part, alternative: Alternative) -> Part:
     )
 
 
-def _check(file: Path, found: Alternatives) -> None:
+def _check(file: Path, alternatives: Alternatives) -> None:
     """Raise RecipeError where an alternative names an item or a label that no item of the papers has."""
-    items = items_of(found)
+    items = items_of(alternatives)
     parts = [part for item in items.values() for part in item.parts if can_be_altered(part)]
     labels = {label for part in parts for group in (*part.axes, part.systems) for label in group}
     labels |= {label for part in parts for label in part.arguments.get("variants", ())}
-    for name, alternative in found.alternatives.items():
+    for name, alternative in alternatives.alternatives.items():
         named = (
             ("fitted", alternative.fitted, items),
             ("without", alternative.without, items),
             ("labels", alternative.labels, labels),
         )
         for key, wanted, known in named:
-            if unknown := [one for one in wanted if one not in known]:
+            if unknown := [wanted_name for wanted_name in wanted if wanted_name not in known]:
                 problem = f"found {unknown[0]!r}; it takes {', '.join(sorted(known))}"
                 raise RecipeError(file, f"alternatives.{name}.{key}", problem)

@@ -49,9 +49,9 @@ def check(part: Part, claim: Claim, rows: Sequence[Row], row_of: RowOf | None) -
     Raises InputError where the claim names what no row has.
     """
     _refuse_unknown(part, claim, rows)
-    found = _checked(part, claim, {(row.setting, row.system): row for row in rows})
-    if found.holds is not False or row_of is None:
-        return found
+    checked = _checked(part, claim, {(row.setting, row.system): row for row in rows})
+    if checked.holds is not False or row_of is None:
+        return checked
     causes = []
     for cause in claim.because:
         if not cause.changed:
@@ -64,7 +64,7 @@ def check(part: Part, claim: Claim, rows: Sequence[Row], row_of: RowOf | None) -
             if row.system in (claim.system, *against(claim)) and _meant(claim, row.setting)
         }
         causes.append((cause, _checked(part, claim, again)))
-    return Checked(**{**vars(found), "causes": tuple(causes)})
+    return Checked(**{**vars(checked), "causes": tuple(causes)})
 
 
 def _refuse_unknown(part: Part, claim: Claim, rows: Sequence[Row]) -> None:
@@ -100,11 +100,11 @@ def _checked(part: Part, claim: Claim, rows: Mapping[Cell, Row]) -> Checked:
     if not values:
         holds = False if claim.paper is not None and missing else None
         return Checked(claim=claim, ours="no value", paper=_words(claim.paper, claim), difference=None, holds=holds)
-    found = _compare_trend(claim, values) if claim.form == "trend" else _compare_numbers(claim, values)
+    checked = _compare_trend(claim, values) if claim.form == "trend" else _compare_numbers(claim, values)
     if not missing:
-        return found
-    ours = f"{found.ours}; no value in {missing} of {missing + len(values)} settings"
-    return replace(found, ours=ours, holds=found.holds and False)
+        return checked
+    ours = f"{checked.ours}; no value in {missing} of {missing + len(values)} settings"
+    return replace(checked, ours=ours, holds=checked.holds and False)
 
 
 def _meant(claim: Claim, setting: Setting) -> bool:
@@ -120,7 +120,8 @@ def _missing(claim: Claim, mine: Sequence[Row], rows: Mapping[Cell, Row], quanti
     compared = against(claim)
     without = [row.setting for row in mine if quantity not in row.values]
     return sum(
-        not compared or any(quantity in rows[setting, one].values for one in compared if (setting, one) in rows)
+        not compared
+        or any(quantity in rows[setting, system].values for system in compared if (setting, system) in rows)
         for setting in without
     )
 
@@ -134,20 +135,20 @@ def _values(claim: Claim, mine: Sequence[Row], rows: Mapping[Cell, Row], quantit
         theirs = [row.values.get(quantity, 0.0) for (_, system), row in rows.items() if system in against(claim)]
         largest = max((row.values.get(quantity, 0.0) for row in mine), default=0.0)
         return [largest / max(theirs)] if max(theirs, default=0.0) else []
-    found = []
+    values = []
     for row in mine:
         value = row.values.get(quantity)
         compared = [rows[key].values for system in against(claim) if (key := (row.setting, system)) in rows]
-        others = [each[quantity] for each in compared if quantity in each]
+        others = [their_values[quantity] for their_values in compared if quantity in their_values]
         if value is None or (against(claim) and not others):
             continue
         if claim.form == "value" or not others:
-            found.append(claim.factor * value)
+            values.append(claim.factor * value)
             continue
         best = min(others) if quantity in SMALLER_IS_BETTER else max(others)
         ratio = value / best
-        found.append(1 - ratio if claim.form == "reduction" else ratio)
-    return found
+        values.append(1 - ratio if claim.form == "reduction" else ratio)
+    return values
 
 
 def _compare_numbers(claim: Claim, values: Sequence[float]) -> Checked:
@@ -211,7 +212,7 @@ def _compare_trend(claim: Claim, values: Sequence[float]) -> Checked:
 def _compare_levels(claim: Claim, mine: Sequence[Row], quantity: str) -> Checked:
     values = [row.values[quantity] for row in mine]
     level = len(values)
-    while level and all(abs(one / values[level - 1] - 1) < STEADY for one in values[level:]):
+    while level and all(abs(value / values[level - 1] - 1) < STEADY for value in values[level:]):
         level -= 1
     ours = ", ".join(mine[level].setting) if level < len(values) - 1 else "nowhere"
     return Checked(

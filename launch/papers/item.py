@@ -143,10 +143,10 @@ class Part:
 
     def overrides(self, setting: Setting, system: str) -> Overrides:
         """The overrides of one row: for all settings, for this setting, and for the system; the last counts."""
-        found = dict(self.changes)
+        overrides = dict(self.changes)
         for axis, label in zip(self.axes, setting, strict=True):
-            found |= axis[label]
-        return found | self.systems[system]
+            overrides |= axis[label]
+        return overrides | self.systems[system]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -178,7 +178,7 @@ def file_of(name: str) -> Path:
 
 
 def read_item(file: Path) -> Item:
-    """The item that ``file`` declares; raises RecipeError where the file is not one."""
+    """The item that ``file`` declares; raises RecipeError where the file is no item."""
     item = validated(file, _adapter)
     for number, part in enumerate(item.parts):
         _check(file, f"parts.{number}", part)
@@ -192,7 +192,7 @@ def validated(file: Path, adapter: TypeAdapter[T]) -> T:
     except ValidationError as error:
         faults = error.errors()
         # A key that is written wrong is both unknown and missing; the first says where it is.
-        first = next((each for each in faults if each["type"] == "unexpected_keyword_argument"), faults[0])
+        first = next((fault for fault in faults if fault["type"] == "unexpected_keyword_argument"), faults[0])
         key = ".".join(str(part) for part in first["loc"])
         words = {"unexpected_keyword_argument": "unknown", "missing": "missing; this key has no default"}
         why = words.get(first["type"]) or f"found {first['input']!r}; {first['msg']}"
@@ -217,7 +217,9 @@ def _check(file: Path, key: str, part: Part) -> None:
     if not part.axes or not part.systems:
         raise RecipeError(file, key, "lacks axes or systems; it needs one of each at least")
     quantities = {f"{key}.quantity": part.quantity}
-    quantities |= {f"{key}.claims.{n}.quantity": one.quantity for n, one in enumerate(part.claims) if one.quantity}
+    quantities |= {
+        f"{key}.claims.{n}.quantity": claim.quantity for n, claim in enumerate(part.claims) if claim.quantity
+    }
     for where, quantity in quantities.items():
         if quantity not in QUANTITIES:
             raise RecipeError(file, where, f"found {quantity!r}; it takes {', '.join(QUANTITIES)}")
@@ -282,7 +284,7 @@ def _cut(part: Part, only: Sequence[str]) -> Part:
 
 def _means(claim: Claim, settings: Iterable[Setting]) -> list[Setting]:
     """The settings among ``settings`` that ``claim`` is about."""
-    return [tuple(one) for one in settings if set(claim.settings) <= set(one)]
+    return [tuple(setting) for setting in settings if set(claim.settings) <= set(setting)]
 
 
 def _labels_of(claim: Claim) -> list[str]:

@@ -30,11 +30,11 @@ def predict_items(
     item whose parts are ready. Raises InputError where an item cannot be made.
     """
     waiting = iter(sorted(items, key=lambda file: _size(items[file]), reverse=True))  # the longest come first
-    found: dict[Path, Ready] = {}
+    ready: dict[Path, Ready] = {}
 
     def work(process: CaptureProcess) -> None:
         for file in waiting:
-            found[file] = process.call(_predicted, file, items[file], tuple(overrides))
+            ready[file] = process.call(_predicted, file, items[file], tuple(overrides))
             tell(f"{file.stem}: predicted")
 
     with ExitStack() as stack:
@@ -43,7 +43,7 @@ def predict_items(
         processes = [stack.enter_context(CaptureProcess()) for _ in range(count)]  # an interrupt ends them first
         for future in [pool.submit(work, process) for process in processes]:
             future.result()
-    return found
+    return ready
 
 
 def _is_predicted(part: Part) -> bool:

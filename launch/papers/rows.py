@@ -90,14 +90,14 @@ class RowMaker:
             return load_groups(own.name, self._file, part.base, changes)
 
         changed = with_more()
-        wanted, found = cluster(own).devices, cluster(changed)
-        if found.devices == wanted or any(path[:2] in _SIZES for path in read_overrides(self._overrides)):
+        wanted, machine = cluster(own).devices, cluster(changed)
+        if machine.devices == wanted or any(path[:2] in _SIZES for path in read_overrides(self._overrides)):
             return changed
-        each = changed.values.cluster.devices_per_node
-        if changed.values.cluster.more or wanted % each:
-            problem = f"the item has {wanted} devices here, and a node of this cluster {each}; say how many nodes"
+        per_node = changed.values.cluster.devices_per_node
+        if changed.values.cluster.more or wanted % per_node:
+            problem = f"the item has {wanted} devices here, and a node of this cluster {per_node}; say how many nodes"
             raise changed.error("cluster.nodes", problem)
-        return with_more(f"cluster.nodes={wanted // each}")
+        return with_more(f"cluster.nodes={wanted // per_node}")
 
     def measured(self, parts: Sequence[Part], command: Command, *, retry: Retry, follow: bool) -> list[list[Row]]:
         """The rows of each of ``parts`` by measurement: of the search.trials plans that are the fastest by prediction.
@@ -105,10 +105,12 @@ class RowMaker:
         All trials run as one sweep, where launch.executor says. ``command`` is what `auto3d resume` shall run.
         """
         cells = [_cells(part) for part in parts]
-        recipes = [self._to_measure(part, *cell) for part, each in zip(parts, cells, strict=True) for cell in each]
+        recipes = [
+            self._to_measure(part, *cell) for part, part_cells in zip(parts, cells, strict=True) for cell in part_cells
+        ]
         sweeps = run_grid(recipes, command, retry=retry, watcher=self._watcher, follow=follow)
-        found = iter(zip(recipes, sweeps, strict=True))
-        return [[self._row_of(*cell, *next(found)) for cell in each] for each in cells]
+        pairs = iter(zip(recipes, sweeps, strict=True))
+        return [[self._row_of(*cell, *next(pairs)) for cell in part_cells] for part_cells in cells]
 
     def _row_of(self, setting: Setting, system: str, recipe: LoadedRecipe, sweep: Sweep | InputError) -> Row:
         values = self._problem(sweep) if isinstance(sweep, InputError) else _measured(recipe, sweep)
@@ -178,12 +180,12 @@ class RowMaker:
         recipes = [self.recipe(part, part.overrides(*cell)) for cell in cells]
         self._watcher.tell(f"{self._name}: {part.title}")
         command = Command("sweep", [*recipes[0].overrides])
-        found: list[Sweep | InputError]
+        sweeps: list[Sweep | InputError]
         try:
-            found = run_grid(recipes, command, retry=Retry.ALL, watcher=self._watcher)
+            sweeps = run_grid(recipes, command, retry=Retry.ALL, watcher=self._watcher)
         except InputError as error:  # none has a plan
-            found = [error] * len(cells)
-        return [self._row_of(*cell, *each) for cell, each in zip(cells, zip(recipes, found, strict=True), strict=True)]
+            sweeps = [error] * len(cells)
+        return [self._row_of(*cell, *pair) for cell, pair in zip(cells, zip(recipes, sweeps, strict=True), strict=True)]
 
     def _run_alone(self, recipe: LoadedRecipe) -> dict[str, Any]:
         return _measured(recipe, run_sweep(recipe, retry=Retry.ALL, watcher=self._watcher))
@@ -194,10 +196,12 @@ class RowMaker:
             known = ", ".join(EXPERIMENTS)
             raise InputError(f"{self._file}: there is no experiment {part.experiment!r}; it takes {known}")
         experiment = EXPERIMENTS[part.experiment]
-        takes = {name: each for name, each in signature(experiment).parameters.items() if name != "tell"}
+        takes = {name: parameter for name, parameter in signature(experiment).parameters.items() if name != "tell"}
         wrong = [f"unknown {name!r}" for name in part.arguments if name not in takes]
         wrong += [
-            f"no {name!r}" for name, each in takes.items() if each.default is each.empty and name not in part.arguments
+            f"no {name!r}"
+            for name, parameter in takes.items()
+            if parameter.default is parameter.empty and name not in part.arguments
         ]
         if wrong:
             raise InputError(
@@ -214,10 +218,16 @@ def _cells(part: Part) -> list[tuple[Setting, str]]:
 def _measured(recipe: LoadedRecipe, sweep: Sweep) -> dict[str, Any]:
     """The row of the fastest trial of ``sweep``."""
     ended = list(sweep.ended().values())
-    if not (good := [one for one in ended if one.status is Status.OK]):
-        problem = "; ".join(dict.fromkeys(f"{one.status}: {one.error}" for one in ended)) or "no trial has ended"
-        return {"problem": problem, "kind": "memory" if any(one.status is Status.OOM for one in ended) else "other"}
-    best: Measurement = min(good, key=lambda one: one.median_s)
+    if not (good := [measurement for measurement in ended if measurement.status is Status.OK]):
+        problem = (
+            "; ".join(dict.fromkeys(f"{measurement.status}: {measurement.error}" for measurement in ended))
+            or "no trial has ended"
+        )
+        return {
+            "problem": problem,
+            "kind": "memory" if any(measurement.status is Status.OOM for measurement in ended) else "other",
+        }
+    best: Measurement = min(good, key=lambda measurement: measurement.median_s)
     values = _speed(best.plan, best.median_s, recipe)
     if best.peak_bytes:
         memory = [peak / GIB for peak in best.peak_bytes]

@@ -24,7 +24,7 @@ def loaded_run(name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
         stand_in = load_groups(name, RUNS / name, _ANY_MODEL)
         command = last_command(stand_in)
         if command is not None and command.item is not None:
-            where = [one for one in command.overrides if one.startswith("launch.")]
+            where = [word for word in command.overrides if word.startswith("launch.")]
             words = (command.item.item, *command.overrides)
             return replace(load_groups(name, RUNS / name, _ANY_MODEL, where), overrides=tuple(overrides), paper=words)
     return load(name, overrides)

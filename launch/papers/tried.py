@@ -30,14 +30,26 @@ def try_alternatives(name: str, folder: Path, tell: Callable[[str], None]) -> li
     lines: list[Line] = [line for item in items for line in _shipped(item, items[item], folder)]
     compared = {(line["item"], line["number"]) for line in lines}
     for label, alternative in alternatives.alternatives.items():
-        tried = {one: item for one, item in items.items() if one not in alternative.without}
-        changed = {file_of(one): each for one, item in tried.items() if (each := altered(item, alternative))}
+        tried = {item_name: item for item_name, item in items.items() if item_name not in alternative.without}
+        changed = {
+            file_of(item_name): changed_item
+            for item_name, item in tried.items()
+            if (changed_item := altered(item, alternative))
+        }
         made = predict_items(changed, (), lambda line, label=label: tell(f"{label}: {line}"))  # type: ignore[misc]
         for file, parts in made.items():
             checked = [claim for number in sorted(parts) for claim in parts[number].claims]
-            for number, found in zip(_numbers(items[file.stem]), checked, strict=True):
+            for number, checked_claim in zip(_numbers(items[file.stem]), checked, strict=True):
                 if (file.stem, str(number)) in compared:
-                    values = (file.stem, str(number), found.claim.says, found.paper, label, found.ours, found.verdict)
+                    values = (
+                        file.stem,
+                        str(number),
+                        checked_claim.claim.says,
+                        checked_claim.paper,
+                        label,
+                        checked_claim.ours,
+                        checked_claim.verdict,
+                    )
                     lines.append(dict(zip(_COLUMNS, values, strict=True)))
     order = [SHIPPED, *alternatives.alternatives]
     lines.sort(key=lambda line: (line["item"], int(line["number"]), order.index(line["alternative"])))
@@ -74,15 +86,15 @@ def summary(folder: Path) -> list[str]:
 
 def explained(folder: Path) -> dict[tuple[str, str], str]:
     """Item and line in NAME-claims.csv of a claim that differs -> which alternatives in ``folder`` reproduce it."""
-    found: dict[tuple[str, str], str] = {}
+    notes: dict[tuple[str, str], str] = {}
     for file in sorted(folder.glob(f"*{ENDING}")):
         with file.open(newline="") as stored:
             claims = _by_claim(csv.DictReader(stored))
         for claim, lines in claims.items():
             if not _holds(lines.pop(SHIPPED)):
                 labels = ", ".join(label for label, line in lines.items() if _holds(line))
-                found[claim] = f"; reproduced under {labels}" if labels else "; under no alternative"
-    return found
+                notes[claim] = f"; reproduced under {labels}" if labels else "; under no alternative"
+    return notes
 
 
 def _by_claim(lines: Iterable[Line]) -> dict[tuple[str, str], dict[str, Line]]:
@@ -124,8 +136,8 @@ def _totals(alternatives: Alternatives, lines: Sequence[Line]) -> str:
         mine = [line for line in lines if line["alternative"] == label]
         cells = []
         for among in (
-            [one for one in mine if one["item"] in fitted],
-            [one for one in mine if one["item"] not in fitted],
+            [line for line in mine if line["item"] in fitted],
+            [line for line in mine if line["item"] not in fitted],
         ):
             cells.append(f"{sum(map(_holds, among))} of {len(among)}" if among else "–")
         table.append((label, ", ".join(fitted) or "–", *cells, f"{sum(map(_holds, mine))} of {len(mine)}"))
@@ -137,12 +149,12 @@ def _page(name: str, alternatives: Alternatives, lines: Sequence[Line]) -> str:
     claims = _by_claim(lines)
     labels = [SHIPPED, *alternatives.alternatives]
     table = []
-    for (item, _), found in claims.items():
-        first = next(iter(found.values()))
-        cells = [f"{one['ours']} ({one['verdict']})" if (one := found.get(label)) else "–" for label in labels]
+    for (item, _), by_label in claims.items():
+        first = next(iter(by_label.values()))
+        cells = [f"{line['ours']} ({line['verdict']})" if (line := by_label.get(label)) else "–" for label in labels]
         table.append((f"[{item}]({item}.md)", first["claim"], first["paper"], *cells))
-    never = [found for found in claims.values() if not any(map(_holds, found.values()))]
-    always = sum(all(map(_holds, found.values())) for found in claims.values())
+    never = [labelled for labelled in claims.values() if not any(map(_holds, labelled.values()))]
+    always = sum(all(map(_holds, labelled.values())) for labelled in claims.values())
     several = len(claims) - len(never) - always
     counted = f"{always} are reproduced under every assumption, {several} under some, and {len(never)} under none"
     return "\n".join(
@@ -153,14 +165,17 @@ def _page(name: str, alternatives: Alternatives, lines: Sequence[Line]) -> str:
             "items alike. The figures of the items that it is fitted on chose its values; the other items test them.",
             "They are what-ifs: none is measured, unless its text says so.",
             "",
-            *(f"- *{label}*: {one.text.strip()}" for label, one in alternatives.alternatives.items()),
+            *(f"- *{label}*: {alternative.text.strip()}" for label, alternative in alternatives.alternatives.items()),
             "",
             _totals(alternatives, lines),
             "",
             *([alternatives.text.strip(), ""] if alternatives.text else []),
             f"Of {len(claims)} claims, {counted}{':' if never else '.'}",
             "",
-            *(f"- {first['item']}: {first['claim']}" for first in (next(iter(found.values())) for found in never)),
+            *(
+                f"- {first['item']}: {first['claim']}"
+                for first in (next(iter(labelled.values())) for labelled in never)
+            ),
             *([""] if never else []),
             "## All claims",
             "",

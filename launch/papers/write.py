@@ -138,27 +138,27 @@ def claims_in(file: Path) -> list[dict[str, str]] | None:
 def _totals(totals: Mapping[str, Counter[tuple[str, str]]]) -> str:
     """Papers × how our figures were made: how many of the claims that can be compared are reproduced."""
     rows = []
-    for paper, found in [*totals.items(), ("all", sum(totals.values(), Counter()))]:
-        cells = [f"{found[kind, 'reproduced']} of {_compared(found, kind)}" for kind in COMPARISONS]
-        left = sum(number for (_, verdict), number in found.items() if verdict == "not compared")
+    for paper, counts in [*totals.items(), ("all", sum(totals.values(), Counter()))]:
+        cells = [f"{counts[kind, 'reproduced']} of {_compared(counts, kind)}" for kind in COMPARISONS]
+        left = sum(number for (_, verdict), number in counts.items() if verdict == "not compared")
         rows.append((paper, *(cell if cell != "0 of 0" else "–" for cell in cells), left))
     headings = ["claims reproduced", *COMPARISONS.values(), "without a figure in the paper"]
     return tabulate(rows, headings, "github", disable_numparse=True)
 
 
-def _compared(found: Counter[tuple[str, str]], kind: str) -> int:
-    return sum(number for (made, verdict), number in found.items() if made == kind and verdict != "not compared")
+def _compared(counts: Counter[tuple[str, str]], kind: str) -> int:
+    return sum(number for (made, verdict), number in counts.items() if made == kind and verdict != "not compared")
 
 
 def _figures(name: str, made: Sequence[MadePart]) -> dict[str, tuple[str, MadePart]]:
     """File name -> SVG text and part. The first plot has the item's name, others a number."""
-    drawn = [one for one in made if one.part.figure is not None]
+    drawn = [made_part for made_part in made if made_part.part.figure is not None]
     files = [f"{name}.svg", *(f"{name}-{number}.svg" for number in range(2, len(drawn) + 1))]
-    found = {}
-    for file, one in zip(files, drawn, strict=False):
-        assert one.part.figure is not None
-        found[file] = draw(one.part, one.part.figure, one.rows), one
-    return found
+    figures = {}
+    for file, made_part in zip(files, drawn, strict=False):
+        assert made_part.part.figure is not None
+        figures[file] = draw(made_part.part, made_part.part.figure, made_part.rows), made_part
+    return figures
 
 
 def _markdown(name: str, item: Item, made: Sequence[MadePart], figures: Sequence[str], changed: str) -> str:
@@ -168,28 +168,28 @@ def _markdown(name: str, item: Item, made: Sequence[MadePart], figures: Sequence
     if item.text:
         lines += [item.text.strip(), ""]
     remaining = list(figures)
-    for one in made:
-        lines += [f"## {one.part.title}", ""]
+    for made_part in made:
+        lines += [f"## {made_part.part.title}", ""]
         if words := " ".join(
             [
-                HOW[one.part.how].format(cluster=cluster),
-                *_by_peers(one.part),
-                one.part.text.strip(),
-                *_made_on(one.rows),
+                HOW[made_part.part.how].format(cluster=cluster),
+                *_by_peers(made_part.part),
+                made_part.part.text.strip(),
+                *_made_on(made_part.rows),
             ]
         ).strip():
             lines += [words, ""]
-        if one.here:
-            lines += [" ".join([HERE, *_made_on(one.here)]), ""]
-        lines += [_grid(one), ""]
-        if one.part.figure is not None:
-            lines += [f"![{one.part.title}]({remaining.pop(0)})", ""]
-        if problems := _problems(one.rows):
+        if made_part.here:
+            lines += [" ".join([HERE, *_made_on(made_part.here)]), ""]
+        lines += [_grid(made_part), ""]
+        if made_part.part.figure is not None:
+            lines += [f"![{made_part.part.title}]({remaining.pop(0)})", ""]
+        if problems := _problems(made_part.rows):
             lines += ["No value:", "", *problems, ""]
-        if problems := _problems(one.here):
+        if problems := _problems(made_part.here):
             lines += ["Not measured:", "", *problems, ""]
-        if one.claims:
-            lines += [_claims_table(one), "", *_explanations(one.claims)]
+        if made_part.claims:
+            lines += [_claims_table(made_part), "", *_explanations(made_part.claims)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -198,19 +198,19 @@ def _made_on(rows: Sequence[Row]) -> list[str]:
     return [f"On {'; '.join(places)}."] if places else []
 
 
-def _grid(one: MadePart) -> str:
-    """Settings × systems: our quantity, and the paper's in brackets where it prints one; then what was measured."""
-    systems = list(dict.fromkeys(row.system for row in one.rows))
-    settings = list(dict.fromkeys(row.setting for row in one.rows))
-    cells = {(row.setting, row.system): row for row in one.rows}
-    here = {(row.setting, row.system): row for row in one.here}
-    quantity = one.part.quantity
+def _grid(made_part: MadePart) -> str:
+    """Settings × systems: our quantity, and the paper's in brackets where it has a figure; then what was measured."""
+    systems = list(dict.fromkeys(row.system for row in made_part.rows))
+    settings = list(dict.fromkeys(row.setting for row in made_part.rows))
+    cells = {(row.setting, row.system): row for row in made_part.rows}
+    here = {(row.setting, row.system): row for row in made_part.here}
+    quantity = made_part.part.quantity
     table = []
     for setting in settings:
         line = [", ".join(setting)]
         for system in systems:
             text = _cell(cells.get((setting, system)), quantity)
-            printed = one.part.printed.get(system, {}).get(", ".join(setting))
+            printed = made_part.part.printed.get(system, {}).get(", ".join(setting))
             line.append(text if printed is None else f"{text} (paper {printed})")
             if here:
                 line.append(_cell(here.get((setting, system)), quantity))
@@ -238,30 +238,30 @@ def _problems(rows: Sequence[Row]) -> list[str]:
     return [f"- {'; '.join(where)}: {reason}" for reason, where in reasons.items()]
 
 
-def _claims_table(one: MadePart) -> str:
-    return tabulate(_claim_rows(one), _claim_columns(one), "github", disable_numparse=True)
+def _claims_table(made_part: MadePart) -> str:
+    return tabulate(_claim_rows(made_part), _claim_columns(made_part), "github", disable_numparse=True)
 
 
-def _claim_columns(one: MadePart) -> tuple[str, ...]:
-    return (*CLAIM_COLUMNS, *HERE_COLUMNS) if one.here else CLAIM_COLUMNS
+def _claim_columns(made_part: MadePart) -> tuple[str, ...]:
+    return (*CLAIM_COLUMNS, *HERE_COLUMNS) if made_part.here else CLAIM_COLUMNS
 
 
-def _claim_rows(one: MadePart) -> list[tuple[str, ...]]:
-    rows = [(found.claim.says, found.paper, found.ours, found.verdict) for found in one.claims]
-    if not one.here:
+def _claim_rows(made_part: MadePart) -> list[tuple[str, ...]]:
+    rows = [(checked.claim.says, checked.paper, checked.ours, checked.verdict) for checked in made_part.claims]
+    if not made_part.here:
         return [*rows]
-    return [(*row, found.ours, found.verdict) for row, found in zip(rows, one.claims_here, strict=True)]
+    return [(*row, checked.ours, checked.verdict) for row, checked in zip(rows, made_part.claims_here, strict=True)]
 
 
 def _explanations(claims: Sequence[Checked]) -> list[str]:
     """Notes of the claims, and the causes of differences with our figure once they are changed."""
     lines = []
     for checked in claims:
-        again = {id(cause): found for cause, found in checked.causes}
+        again = {id(cause): outcome for cause, outcome in checked.causes}
         words = [checked.claim.note.strip()] if checked.claim.note else []
         for cause in checked.claim.because if checked.holds is False else []:
-            found = again.get(id(cause))
-            shown = f" With that changed, ours is {found.ours} ({found.verdict})." if found else ""
+            with_change = again.get(id(cause))
+            shown = f" With that changed, ours is {with_change.ours} ({with_change.verdict})." if with_change else ""
             words.append(f"{cause.text.strip()}{shown}")
         if words:
             lines += [f"*{checked.claim.says}*: {' '.join(words)}", ""]
@@ -274,12 +274,15 @@ def _csv(made: Sequence[MadePart]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     columns = ("part", "how", "setting", "system", "quantity", "ours", "paper", "difference", "plan", "problem")
     writer.writerow(columns)
-    for one in made:
-        for how, row in [*((one.part.how, row) for row in one.rows), *((MEASURED, row) for row in one.here)]:
-            place = one.part.title, how, ", ".join(row.setting), row.system
-            printed = one.part.printed.get(row.system, {}).get(", ".join(row.setting), "")
-            for quantity, value in row.values.items() or [(one.part.quantity, None)]:
-                paper = printed if quantity == one.part.quantity else ""
+    for made_part in made:
+        for how, row in [
+            *((made_part.part.how, row) for row in made_part.rows),
+            *((MEASURED, row) for row in made_part.here),
+        ]:
+            place = made_part.part.title, how, ", ".join(row.setting), row.system
+            printed = made_part.part.printed.get(row.system, {}).get(", ".join(row.setting), "")
+            for quantity, value in row.values.items() or [(made_part.part.quantity, None)]:
+                paper = printed if quantity == made_part.part.quantity else ""
                 difference = "" if value is None or not isinstance(paper, float) else f"{value / paper - 1:.4f}"
                 ours = "" if value is None else f"{value:.6g}"
                 writer.writerow((*place, quantity, ours, paper, difference, row.plan, row.problem))
@@ -289,10 +292,10 @@ def _csv(made: Sequence[MadePart]) -> str:
 def _claims_csv(made: Sequence[MadePart]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([MADE_COLUMN, *max((_claim_columns(one) for one in made), key=len)])
-    for one in made:
-        made_so = [_made(one.part, found.claim) for found in one.claims]
-        writer.writerows((how, *row) for how, row in zip(made_so, _claim_rows(one), strict=True))
+    writer.writerow([MADE_COLUMN, *max((_claim_columns(made_part) for made_part in made), key=len)])
+    for made_part in made:
+        made_so = [_made(made_part.part, checked.claim) for checked in made_part.claims]
+        writer.writerows((how, *row) for how, row in zip(made_so, _claim_rows(made_part), strict=True))
     return text.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""A run of a DeepSpeed engine that logs its communication. It is never the timed one, because logged calls block."""
+"""A run of a DeepSpeed engine that logs its communication. It is never the timed run, because logged calls block."""
 
 from collections.abc import Mapping
 

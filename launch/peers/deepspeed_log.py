@@ -1,7 +1,7 @@
 """DeepSpeed's communication log (deepspeed.comm), as the calls of one rank per iteration.
 
 Its own summary cannot be used as it is. DeepSpeed 0.19.8 never resets its timers, so the latency of a call includes
-those of all earlier calls of the same operation; and it waits for an asynchronous call by synchronising the device,
+the times of all earlier calls of the same operation; and it waits for an asynchronous call by synchronising the device,
 which on a CPU waits for nothing. Here each call has its own latency, until it has ended.
 """
 

@@ -45,7 +45,7 @@ def build(rank: PeerRank) -> Iteration:
 def _count_once(model: PipelineModule, tied: list[str], *, is_first: bool) -> None:
     """Have the gradient's norm count shared weights on the first stage that has them only, and all others everywhere.
 
-    DeepSpeed takes all weights of a tied layer for shared ones. ZeRO-1 reads one mark, the plain optimizer the other.
+    DeepSpeed takes all weights of a tied layer as shared. ZeRO-1 reads one mark, the plain optimizer the other.
     """
     for name, parameter in model.named_parameters():
         counts = is_first or name.rpartition(".")[2] not in tied
@@ -54,7 +54,7 @@ def _count_once(model: PipelineModule, tied: list[str], *, is_first: bool) -> No
 
 
 class _Layer(CapturedStage):
-    """A stage that takes a tuple of tensors or a single one, as DeepSpeed passes values on."""
+    """A stage that takes a tuple of tensors or a single tensor, as DeepSpeed passes values on."""
 
     def forward(  # type: ignore[override]
         self, received: torch.Tensor | tuple[torch.Tensor, ...]

@@ -37,6 +37,6 @@ def build(rank: PeerRank) -> Iteration:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The elements of the model's ModuleLists, inner ones before those that contain them."""
-    found = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
-    return list(dict.fromkeys(reversed(found)))
+    """The elements of the model's ModuleLists, inner elements before those that contain them."""
+    layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
+    return list(dict.fromkeys(reversed(layers)))

@@ -185,7 +185,7 @@ def shared_weights(stages: Sequence[Stage], graph: Graph) -> dict[str, tuple[int
 
 
 def _first_two(holders: Mapping[str, tuple[int, ...]]) -> str:
-    """Where two shared weights are, or the only one; the second is on other stages than the first."""
+    """Where two shared weights are, or the only weight; the second is on other stages than the first."""
     by_stages: dict[tuple[int, ...], str] = {}
     for name, indices in holders.items():
         by_stages.setdefault(indices, name)

@@ -25,7 +25,7 @@ of all ranks. None: no share."""
 
 @dataclass(frozen=True, kw_only=True)
 class PeerRank:
-    """What a peer builds its rank from. Every rank of the joined world has one."""
+    """What a peer builds its rank from. Every rank of the joined world has a PeerRank."""
 
     world: World
     plan: Plan
@@ -37,7 +37,7 @@ class PeerRank:
 
     @property
     def pipeline(self) -> int:
-        """The number of this rank among the data-parallel ones."""
+        """The number of this rank among the data-parallel ranks."""
         return self.plan.position(self.world.rank)[1][PIPELINE]
 
     @property

@@ -1,6 +1,6 @@
 """torch.distributed.pipelining with its own schedules, on stages of the captured program; DDP around each if dp > 1.
 
-Its tracer does not capture whole models of transformers, so the stages are auto3d's: the comparison is one of runtimes.
+Its tracer does not capture whole models of transformers, so the stages are auto3d's: the comparison is of runtimes.
 """
 
 import torch
@@ -40,7 +40,7 @@ def build(rank: PeerRank) -> Iteration:
     plan = rank.plan
     device, place = plan.position(rank.world.rank)
     pipelines = [
-        new_group([each for mesh in plan.meshes for each in mesh.at(pipeline=number)], device=rank.device)
+        new_group([member for mesh in plan.meshes for member in mesh.at(pipeline=number)], device=rank.device)
         for number in range(plan.dp)
     ]
     replicas = [new_group(mesh.ranks, device=rank.device) for mesh in plan.meshes]

@@ -28,7 +28,7 @@ class LinkRecipe:
 
 @dataclass
 class CollectivesRecipe:
-    """Measured bus bandwidths of collectives among all devices of some nodes, one for each number of nodes."""
+    """Measured bus bandwidths of collectives among all devices of some nodes, a bandwidth for each number of nodes."""
 
     megabytes: float = key(256.0, "size of the measured tensors, in MB", least=1e-6)
     nodes: list[int] = key([], "numbers of nodes, rising", least=1)

@@ -39,7 +39,10 @@ def inner_schema(schema: type, name: str) -> type | None:
 
 def _schema_in(hint: Any) -> type | None:
     """The dataclass in a type such as list[NodesRecipe] or LinkRecipe | None."""
-    return next((one for one in (hint, *get_args(hint)) if isinstance(one, type) and is_dataclass(one)), None)
+    return next(
+        (argument for argument in (hint, *get_args(hint)) if isinstance(argument, type) and is_dataclass(argument)),
+        None,
+    )
 
 
 def is_axis(schema: type, name: str) -> bool:
@@ -55,20 +58,22 @@ def accepts(schema: type, name: str, value: Any) -> bool:
         if value == AUTO:
             return True
         kinds = _kinds(metadata)
-        if not isinstance(value, list) or not value or any(type(one) not in kinds for one in value):
+        if not isinstance(value, list) or not value or any(type(item) not in kinds for item in value):
             return False
     if metadata["per_precision"]:
         numbers = list(value.values()) if isinstance(value, dict) else [value]
-        return all(type(one) in (int, float) and _within(metadata, one) for one in numbers)
+        return all(type(number) in (int, float) and _within(metadata, number) for number in numbers)
     if isinstance(value, dict) and metadata["values"]:
-        return all(type(one) in metadata["values"] and one in (metadata["choices"] or (one,)) for one in value.values())
+        return all(
+            type(item) in metadata["values"] and item in (metadata["choices"] or (item,)) for item in value.values()
+        )
     if value is None or isinstance(value, dict):
         return True  # not given, or checked key by key
     if metadata["per_stage"] is not None:
         kinds = (int, metadata["per_stage"])  # a whole number counts as a number
-        if value == [] or any(type(one) not in kinds for one in (value if isinstance(value, list) else [value])):
+        if value == [] or any(type(item) not in kinds for item in (value if isinstance(value, list) else [value])):
             return False
-    return all(_within(metadata, one) for one in (value if isinstance(value, list) else [value]))
+    return all(_within(metadata, item) for item in (value if isinstance(value, list) else [value]))
 
 
 def _within(metadata: Mapping[str, Any], value: Any) -> bool:
@@ -99,7 +104,7 @@ def accepted(schema: type, name: str) -> str:
     bounds = {"of at least": item.metadata["least"], "and below": item.metadata["below"]}
     bound = "".join(f" {words} {number}" for words, number in bounds.items() if number is not None)
     if item.metadata["choices"]:
-        names = ", ".join(str(one).lower() for one in item.metadata["choices"])
+        names = ", ".join(str(choice).lower() for choice in item.metadata["choices"])
         if item.metadata["most"] is not None:
             names += f", or a number from {item.metadata['least']} to {item.metadata['most']}"
         if item.metadata["values"]:

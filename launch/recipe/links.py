@@ -16,7 +16,7 @@ class AssumedLink:
     kind: int  # number of the kind of nodes: 0 is the cluster itself, n is cluster.more[n - 1]
     side: str  # one of SIDES
     gbit_per_s: float | None
-    lanes: int | None  # lanes of gbit_per_s; None: one per device, or the recipe's own
+    lanes: int | None  # lanes of gbit_per_s; None: a lane per device, or the recipe's own
     latency_us: float | None
     accelerator: str  # the accelerator whose usual link this is; empty: the figures are round
 
@@ -35,7 +35,7 @@ def complete_links(
     """Fill in the figures that ``cluster`` lacks, and return them.
 
     ``accelerator_of`` maps the number of a kind of nodes and the name of its accelerator to the accelerator. Nodes
-    without one, and processes on CPUs, which do not use an accelerator's links, get round figures.
+    without an accelerator, and processes on CPUs, which do not use an accelerator's links, get round figures.
     """
     assumed = []
     for number, kind in enumerate((cluster, *cluster.more)):

@@ -229,7 +229,7 @@ def _read_accelerator(file: Path) -> AcceleratorRecipe:
         except (OmegaConfBaseException, TypeError) as error:
             if isinstance(error, ConfigKeyError):
                 schema = LinkRecipe if item in SIDES else AcceleratorRecipe
-                raise _unknown(file, str(error.full_key), [each.name for each in fields(schema)]) from None
+                raise _unknown(file, str(error.full_key), [declared.name for declared in fields(schema)]) from None
             problem = f"found {value!r}; it takes {accepted(AcceleratorRecipe, str(item))}"
             raise RecipeError(file, str(item), problem) from None
     accelerator = OmegaConf.to_object(values)
@@ -261,14 +261,14 @@ def _recipe_schema() -> DictConfig:
 def _merge(where: Path | str, group: str, present: DictConfig, layer: dict[Any, Any]) -> DictConfig:
     with suppress(OmegaConfBaseException, TypeError, RecursionError):
         return _merged(present, layer)
-    for name, value in layer.items():  # one by one, to say which key is wrong
+    for name, value in layer.items():  # key by key, to say which is wrong
         full_key = f"{group}.{name}"
         try:
             present = _merged(present, {name: value})
         except (OmegaConfBaseException, TypeError, RecursionError) as error:
             full_key = f"{group}.{_wrong_key(group_schema(group), name, value, error)}"
-            found = OmegaConf.select(OmegaConf.create({group: layer}), full_key)
-            raise _refused(where, full_key, found, error) from None
+            wrong_value = OmegaConf.select(OmegaConf.create({group: layer}), full_key)
+            raise _refused(where, full_key, wrong_value, error) from None
     return present
 
 
@@ -312,10 +312,10 @@ def _set_item(typed: dict[str, DictConfig | None], path: KeyPath, value: Any) ->
     typed[group] = present
 
 
-def _refused(where: Path | str, full_key: str, found: Any, error: Exception) -> RecipeError:
+def _refused(where: Path | str, full_key: str, value: Any, error: Exception) -> RecipeError:
     if isinstance(error, ConfigKeyError):
         return _unknown(where, full_key, [item.name for item in fields(schema_of(full_key)[0])])
-    return RecipeError(where, full_key, f"found {found!r}; it takes {accepted(*schema_of(full_key))}")
+    return RecipeError(where, full_key, f"found {value!r}; it takes {accepted(*schema_of(full_key))}")
 
 
 _LEAST = " (of at least these lines: `peak_tflops: {bfloat16: 989}`, `memory_gib: 76`, `memory_gb_per_s: 3350`)"
@@ -402,8 +402,8 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
         model.architecture = _architecture_of(model.weights, sources)
     given = [name for name in ("architecture", "factory", "layers") if getattr(model, name) is not None]
     if len(given) != 1:
-        found = " and ".join(given) or "none of them"
-        raise RecipeError(sources.of("model"), "model", f"found {found}; it takes one of architecture, factory, layers")
+        names = " and ".join(given) or "none of them"
+        raise RecipeError(sources.of("model"), "model", f"found {names}; it takes one of architecture, factory, layers")
     for name, of, other in (("arguments", "factory", "architecture"), ("config", "architecture", "factory")):
         if getattr(model, name) and getattr(model, of) is None:
             full_key = f"model.{name}"
@@ -418,11 +418,11 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
         problem = f"found {predicted!r}, but training.precision is {trained}; it takes auto"
         raise RecipeError(sources.of("prediction.precision"), "prediction.precision", problem)
     optimizers = {"training.optimizer": recipe.training.optimizer}
-    for number, one in enumerate(recipe.training.parameter_groups):
+    for number, parameter_group in enumerate(recipe.training.parameter_groups):
         group = f"training.parameter_groups[{number}]"
-        if one.optimizer is not None:
-            optimizers[f"{group}.optimizer"] = one.optimizer
-        elif one.optimizer_arguments:
+        if parameter_group.optimizer is not None:
+            optimizers[f"{group}.optimizer"] = parameter_group.optimizer
+        elif parameter_group.optimizer_arguments:
             full_key = f"{group}.optimizer_arguments"
             problem = f"belongs to {group}.optimizer, which is not given: give it, or leave this out"
             raise RecipeError(sources.of(full_key), full_key, problem)

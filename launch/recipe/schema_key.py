@@ -37,6 +37,6 @@ def key(
     metadata = {"meaning": meaning, "choices": tuple(choices), **kinds, **limits}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
-    if isinstance(default, type) and is_dataclass(default):  # a group of keys inside this one
+    if isinstance(default, type) and is_dataclass(default):  # a group of keys inside this group
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)

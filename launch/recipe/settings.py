@@ -80,11 +80,11 @@ def cluster_of_known_peaks(recipe: LoadedRecipe, precision: str) -> Cluster | No
 
 def accelerator_figures(recipe: LoadedRecipe) -> list[AcceleratorRecipe | None]:
     """The figures of the accelerator of each kind of nodes; None for a kind that names none."""
-    found: list[AcceleratorRecipe | None] = []
+    figures: list[AcceleratorRecipe | None] = []
     for number, kind in enumerate((recipe.values.cluster, *recipe.values.cluster.more)):
         key = f"cluster.more[{number - 1}].accelerator" if number else "cluster.accelerator"
-        found.append(None if kind.accelerator is None else recipe.accelerator(key, kind.accelerator)[1])
-    return found
+        figures.append(None if kind.accelerator is None else recipe.accelerator(key, kind.accelerator)[1])
+    return figures
 
 
 def with_memory(machine: Cluster, memory_bytes: float) -> Cluster:
@@ -128,7 +128,7 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: 
         raise recipe.error(
             f"{name}.precision", f"found {precision!r}; {file} has peak_tflops for {known}: it takes one of these"
         )
-    found = Accelerator(
+    accelerator = Accelerator(
         name=file.stem,
         peak_flops=values.peak_tflops[precision] * 1e12,
         float8_flops=None if float8 is None else float8 * 1e12,
@@ -153,8 +153,8 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: 
     )
     times = predicted_times(recipe.values)
     if values.fitted_to == recipe.values.prediction.system or (values.fitted_to and times.launch_s is None):
-        return found  # the host of this system on this device, or of another one where this one's launches are unknown
-    return replace(found, **{name: seconds for name in HOST if (seconds := getattr(times, name)) is not None})
+        return accelerator  # the host of this system on this device, or of a device with launches, where this has none
+    return replace(accelerator, **{name: seconds for name in HOST if (seconds := getattr(times, name)) is not None})
 
 
 def _in_precision(value: float | dict[str, float], precision: str) -> float:
@@ -195,16 +195,16 @@ def training(recipe: Recipe) -> TrainingOptions:
 def predicted_system(recipe: Recipe) -> System | None:
     """The system that is predicted; None: this project's runtime."""
     prediction = recipe.prediction
-    found = SYSTEMS.get(prediction.system)
-    if found is None:
+    system = SYSTEMS.get(prediction.system)
+    if system is None:
         return None
     if prediction.attention == UNFUSED:
-        found = replace(found, fused_attention=False)
+        system = replace(system, fused_attention=False)
     if prediction.keeps_gathered is not None:
-        found = replace(found, keeps_gathered=prediction.keeps_gathered)
+        system = replace(system, keeps_gathered=prediction.keeps_gathered)
     if prediction.norms == EAGER_NORMS:
-        found = replace(found, fused_norms=False)
-    return found
+        system = replace(system, fused_norms=False)
+    return system
 
 
 def predicted_times(recipe: Recipe) -> SystemTimes:

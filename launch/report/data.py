@@ -60,7 +60,9 @@ def report_of(recipe: LoadedRecipe, tell: Callable[[int, float, bool], None] | N
     """The report of ``recipe``; ``tell`` receives the progress of a search, if there is a search."""
     source = source_of(recipe, tell)
     columns = ThroughputColumns(source.recipe)
-    plans = sorted(((row_of(one, columns), one) for one in source.plans), key=lambda pair: order(pair[0]))
+    plans = sorted(
+        ((row_of(reported, columns), reported) for reported in source.plans), key=lambda pair: order(pair[0])
+    )
     rows = [row for row, _ in plans] if source.profiled else with_corrections([row for row, _ in plans])
     fronts = {
         "measured": front([(row.measured_s, row.measured_peak) for row in rows]),
@@ -94,7 +96,10 @@ def report_of(recipe: LoadedRecipe, tell: Callable[[int, float, bool], None] | N
         rows=rows,
         fronts=fronts,
         details=details,
-        refused=[RefusedReason(count=one.count, reason=one.reason, example=str(one.example)) for one in source.refused],
+        refused=[
+            RefusedReason(count=refusal.count, reason=refusal.reason, example=str(refusal.example))
+            for refusal in source.refused
+        ],
         commands=_commands(source, saved=any(detail.plan for detail in details)),
     )
 

@@ -30,7 +30,7 @@ class TimelineOperations:
     kind: list[str]  # values of Kind
     stage: list[int]
     pipe: list[int]
-    micro_batch: list[int]  # number of the first one; -1 for an update or a sync
+    micro_batch: list[int]  # number of the first micro-batch; -1 for an update or a sync
     label: list[str]  # numbers of all its micro-batches
     exposed: list[float]  # part of the duration in which tensor-parallel collectives are not hidden
 

@@ -45,7 +45,7 @@ def page_of(report: Report, folders: Iterable[Path] = ()) -> str:
         "details": "\n".join(details),
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: contents[found[1]], _file("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: contents[match[1]], _file("page.html"))
 
 
 def _file(name: str) -> str:

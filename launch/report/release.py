@@ -124,13 +124,13 @@ def _figures(records: Sequence[Record]) -> str:
     """A row for each figure of the last run."""
     rows = []
     for figure in records[-1].figures:
-        same = [(record.commit, one) for record in records for one in record.figures if one.what == figure.what]
+        same = [(record.commit, past) for record in records for past in record.figures if past.what == figure.what]
         sign = "≥" if figure.least else "≤"
-        found = f"{figure.found:,.4g}{escape(figure.unit)}"
+        shown = f"{figure.found:,.4g}{escape(figure.unit)}"
         rows.append(
             [
                 escape(figure.what),
-                found if figure.reaches(figure.wish) else f'<span class="bad">{found}, missed</span>',
+                shown if figure.reaches(figure.wish) else f'<span class="bad">{shown}, missed</span>',
                 f"{sign} {figure.wish:,.4g}{escape(figure.unit)}",
                 _history(same),
             ]

@@ -53,15 +53,15 @@ class PlanRow:
     problem: str  # why a trial did not succeed
 
 
-def row_of(one: ReportedPlan, columns: ThroughputColumns) -> PlanRow:
+def row_of(reported: ReportedPlan, columns: ThroughputColumns) -> PlanRow:
     """The row of a plan; ``columns`` gives its throughput."""
-    plan, candidate = one.plan, one.candidate
-    good = [trial for trial in one.measurements if trial.status is Status.OK]
+    plan, candidate = reported.plan, reported.candidate
+    good = [trial for trial in reported.measurements if trial.status is Status.OK]
     measured_s = median(trial.median_s for trial in good) if good else None
-    predicted_s = None if one.model is None else one.model.seconds(plan)
+    predicted_s = None if reported.model is None else reported.model.seconds(plan)
     times = [time for trial in good for time in trial.iteration_s]
     peaks = list(chain.from_iterable(trial.peak_bytes for trial in good))
-    failed = next((trial for trial in one.measurements if trial.status is not Status.OK), None)
+    failed = next((trial for trial in reported.measurements if trial.status is not Status.OK), None)
     return PlanRow(
         name=plan_name(plan),
         engine=plan.engine,
@@ -76,19 +76,19 @@ def row_of(one: ReportedPlan, columns: ThroughputColumns) -> PlanRow:
         placement=candidate.placement if candidate else "",
         more=candidate.more if candidate else "",
         ranks=plan.ranks,
-        status=_status(one.measurements, failed),
-        emulated=any(trial.emulated for trial in one.measurements),
-        trials=len(one.measurements),
+        status=_status(reported.measurements, failed),
+        emulated=any(trial.emulated for trial in reported.measurements),
+        trials=len(reported.measurements),
         measured_s=measured_s,
         spread_s=max(times) - min(times) if times else None,
         predicted_s=predicted_s,
         corrected_s=None,
         corrected_interval_s=None,
-        place_assumed=one.place_assumed,
-        error=predicted_s / measured_s - 1 if predicted_s and measured_s and one.compared else None,
-        **rates(columns.of(one, measured_s, predicted_s)),
+        place_assumed=reported.place_assumed,
+        error=predicted_s / measured_s - 1 if predicted_s and measured_s and reported.compared else None,
+        **rates(columns.of(reported, measured_s, predicted_s)),
         measured_peak=max(peaks, default=None),
-        predicted_peak=None if one.model is None else max(one.model.memory.of(plan)),
+        predicted_peak=None if reported.model is None else max(reported.model.memory.of(plan)),
         problem=failed.error if failed else "",
     )
 
@@ -97,8 +97,10 @@ def with_corrections(rows: Sequence[PlanRow]) -> list[PlanRow]:
     """``rows`` with the predicted time of each corrected by the trials of the others."""
     right = corrected([row.predicted_s for row in rows], [row.measured_s for row in rows])
     return [
-        row if each is None else replace(row, corrected_s=each.seconds, corrected_interval_s=each.interval_s)
-        for row, each in zip(rows, right, strict=True)
+        row
+        if correction is None
+        else replace(row, corrected_s=correction.seconds, corrected_interval_s=correction.interval_s)
+        for row, correction in zip(rows, right, strict=True)
     ]
 
 
@@ -116,13 +118,13 @@ def front(points: Sequence[tuple[float | None, float | None]]) -> list[int]:
     points with a value of None are not.
     """
     known = [(x, y, place) for place, (x, y) in enumerate(points) if x is not None and y is not None]
-    found: list[int] = []
+    places: list[int] = []
     least = float("inf")
     for _, y, place in sorted(known):
         if y < least:
-            found.append(place)
+            places.append(place)
             least = y
-    return found
+    return places
 
 
 def _status(measurements: Sequence[Measurement], failed: Measurement | None) -> str:

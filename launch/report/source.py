@@ -83,9 +83,9 @@ def _of_sweep(results: tables.Results) -> ReportSource:
     graph_at = cache(model.graph)
     swept_before = [candidate_in(fields) for fields in results.candidates.values()]
     swept = plans_of_sweep(recipe, graph_at, model, before=swept_before)
-    found = swept.candidates
+    candidate_of = swept.candidates
     costs = candidates.runnable_maker(recipe, graph_at, model).model
-    plans = list(_measured_plans(recipe, results.measurements, found, costs, graph_at))
+    plans = list(_measured_plans(recipe, results.measurements, candidate_of, costs, graph_at))
     return ReportSource(
         recipe=recipe,
         verb="sweep",
@@ -101,25 +101,25 @@ def _of_sweep(results: tables.Results) -> ReportSource:
 def _measured_plans(
     recipe: LoadedRecipe,
     measurements: Sequence[Measurement],
-    found: dict[Plan, Candidate],
+    candidate_of: dict[Plan, Candidate],
     costs: CostModel,
     graph_at: Callable[[int], Graph],
 ) -> Iterator[ReportedPlan]:
     """The plans of ``measurements``, each with all of its trials."""
     compared = not _why_not_compared(recipe, costs)
     trials: dict[Plan, list[Measurement]] = {}
-    for one in measurements:
-        trials.setdefault(one.plan, []).append(one)
+    for measurement in measurements:
+        trials.setdefault(measurement.plan, []).append(measurement)
     for plan, ended in trials.items():
         current = plan.engine != AUTO3D or plan.graph == graph_at(samples_at_once(plan)).fingerprint
         known = current and plan.engine == AUTO3D  # only auto3d has a cost model
-        yield ReportedPlan(plan, found.get(plan), tuple(ended), costs if known else None, compared)
+        yield ReportedPlan(plan, candidate_of.get(plan), tuple(ended), costs if known else None, compared)
 
 
 def _remarks(recipe: LoadedRecipe, tried: Sequence[ReportedPlan], costs: CostModel) -> tuple[str, ...]:
     """Why some of the plans that ran have no prediction, or none to compare with."""
     remarks = []
-    if count := sum(one.model is None and one.plan.engine == AUTO3D for one in tried):
+    if count := sum(reported.model is None and reported.plan.engine == AUTO3D for reported in tried):
         remarks.append(f"{counted(count, 'plan')} without a prediction: the model has changed since the trial.")
     if reason := _why_not_compared(recipe, costs):
         remarks.append(f"Predicted times are not compared with those of trials: {reason}.")
@@ -157,9 +157,9 @@ def _last_tune(recipe: LoadedRecipe) -> tuple[LoadedRecipe, list[Measurement]] |
     present = recipe if recipe.overrides else load(recipe.written, command.overrides)
     measurements = []
     for name in command.trials:
-        one = measurement_of(recipe, name)
-        if one is not None and _same_settings(present, name):
-            measurements.append(one)
+        measurement = measurement_of(recipe, name)
+        if measurement is not None and _same_settings(present, name):
+            measurements.append(measurement)
     return (present, measurements) if measurements else None
 
 
@@ -177,13 +177,13 @@ def _of_tune(recipe: LoadedRecipe, measurements: list[Measurement], tell: Tell) 
     model = PlanningModel(recipe)
     graph_at = cache(model.graph)
     costs = candidates.runnable_maker(recipe, graph_at, model).model
-    untried = {replace(one.plan, graph=""): one for one in search.plans}
-    found: dict[Plan, Candidate] = {}
-    for plan in {one.plan for one in measurements}:
+    untried = {replace(reported.plan, graph=""): reported for reported in search.plans}
+    candidate_of: dict[Plan, Candidate] = {}
+    for plan in {measurement.plan for measurement in measurements}:
         searched = untried.pop(replace(plan, graph=""), None)
         if searched is not None and searched.candidate is not None:
-            found[plan] = searched.candidate
-    tried = list(_measured_plans(recipe, measurements, found, costs, graph_at))
+            candidate_of[plan] = searched.candidate
+    tried = list(_measured_plans(recipe, measurements, candidate_of, costs, graph_at))
     results = tables.results(recipe, measurements, len(measurements), 0)
     return replace(
         search,
@@ -209,8 +209,8 @@ def _of_search(recipe: LoadedRecipe, remark: str, tell: Tell) -> ReportSource:
         recipe=recipe,
         verb="plan",
         plans=[
-            ReportedPlan(one.plan, one.candidate, model=costs, place_assumed=place in assumed)
-            for place, one in enumerate(ranked[:SEARCHED])
+            ReportedPlan(ranked_plan.plan, ranked_plan.candidate, model=costs, place_assumed=place in assumed)
+            for place, ranked_plan in enumerate(ranked[:SEARCHED])
         ],
         refused=search.refused(),
         measured="",

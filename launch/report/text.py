@@ -24,7 +24,7 @@ def embedded(value: Any, folders: Iterable[Path] = ()) -> str:
     """``value``, which may hold dataclasses, as JSON for a script element.
 
     Folders in absolute paths are left out of its texts; ``folders`` are folders whose names may have spaces, beside the
-    usual ones.
+    usual folders.
     """
     known = {Path.cwd(), Path.home(), Path(sys.prefix), Path(sys.base_prefix), Path(tempfile.gettempdir()), *folders}
     names = sorted((str(path) for path in known if path.is_absolute() and path != Path("/")), key=len, reverse=True)
@@ -41,7 +41,7 @@ def without_folders(text: str, folders: Iterable[str] = ()) -> str:
         text = text.replace(f"{sys.argv[0]} ", f"{Path(sys.argv[0]).name} ")
     for folder in folders:
         text = re.sub(rf"{re.escape(folder)}(?=/|\b|$)/?", SHORT, text)
-    return _PATH.sub(lambda found: f"{SHORT}{found[1]}" if len(found[0]) > 1 else found[0], text)
+    return _PATH.sub(lambda match: f"{SHORT}{match[1]}" if len(match[0]) > 1 else match[0], text)
 
 
 def _plain(value: Any, folders: list[str]) -> Any:

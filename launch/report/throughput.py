@@ -17,19 +17,19 @@ class ThroughputColumns:
         self._cluster = cluster_of_known_peaks(recipe, predicted_precision(recipe.values))
         self._tokens_per_sample = tokens_per_sample(recipe.values)
 
-    def of(self, one: ReportedPlan, measured_s: float | None, predicted_s: float | None) -> Throughput | None:
+    def of(self, reported: ReportedPlan, measured_s: float | None, predicted_s: float | None) -> Throughput | None:
         """The throughput at the measured seconds per iteration if there are any, else at the predicted seconds."""
         if measured_s is not None:
-            trial = next(trial for trial in one.measurements if trial.status is Status.OK)
+            trial = next(trial for trial in reported.measurements if trial.status is Status.OK)
             return rates_of(self._recipe, trial, measured_s)
-        if predicted_s is None or one.model is None:
+        if predicted_s is None or reported.model is None:
             return None
         return throughput(
-            one.plan,
+            reported.plan,
             predicted_s,
-            flops=one.model.flops(one.plan),
+            flops=reported.model.flops(reported.plan),
             tokens_per_sample=self._tokens_per_sample,
-            peak_flops=None if self._cluster is None else peak_flops_of(one.plan, self._cluster),
+            peak_flops=None if self._cluster is None else peak_flops_of(reported.plan, self._cluster),
         )
 
     def basis(self, *, measured: bool, predicted: bool) -> str:

@@ -266,7 +266,7 @@ def devices_for(recipe: LoadedRecipe, ranks: int, *, size: int) -> tuple[str, ..
 def check_joined_device(recipe: LoadedRecipe, *, local_rank: int, size: int) -> None:
     """Raise RecipeError unless this process, one of ``size`` ranks that a launcher started, has its own device.
 
-    The device is the only visible one if the launcher bound it, or else the one whose index is ``local_rank``.
+    The device is the only visible device if the launcher bound it, or else the device whose index is ``local_rank``.
     """
     if device(recipe.values) != "cuda":
         return

@@ -78,12 +78,12 @@ def run_ranks(
     """Run ``target(world, report)`` in ``size`` forked processes and return how they ended.
 
     Returns when all ranks have ended, when one has failed, or after ``limit_s``; no process is left running. Raises
-    InputError if a rank raised one. What rank 0 reports goes to ``on_report``.
+    InputError if a rank raised it. What rank 0 reports goes to ``on_report``.
 
     - ``straggle_s``: how long the others may run after the first rank is done and, plus MARGIN_S, how long a single
       wait may take. Once all results have arrived, the run is a success, and the ranks have LEAVE_S to leave their
       process groups.
-    - ``folder``: a private folder for the file by which the ranks meet; by default a temporary one.
+    - ``folder``: a private folder for the file by which the ranks meet; by default a temporary folder.
     - ``node``: the ranks to run here, if the run is on several nodes.
     - ``ignore_sigterm``: the ranks ignore SIGTERM, because ``target`` learns in another way that it should end.
     - ``devices``: the GPUs of the ranks here, named as in CUDA_VISIBLE_DEVICES.

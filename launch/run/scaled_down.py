@@ -11,7 +11,7 @@ def scaled_down(recipe: LoadedRecipe) -> list[str]:
     """Overrides with which a sweep of ``recipe`` takes minutes on one machine without accelerators.
 
     Emulated devices of the same kind run a model with fewer layers of the same size on a smaller batch. Messages and
-    gradient sums are small, because those of giant layers would occupy the cores for longer than the layers do.
+    gradient sums are small, because the sums of giant layers would occupy the cores for longer than the layers do.
     """
     config, cluster, emulation = recipe.values.model.config, recipe.values.cluster, recipe.values.emulation
     layers = {key: config.get(key) for key in _LAYERS_KEYS}  # unchecked so far
@@ -49,5 +49,5 @@ def devices_of(recipe: LoadedRecipe) -> str:
     """The devices of the recipe's cluster in words, such as "16 nodes of 4 GPUs"."""
     kinds = [recipe.values.cluster, *recipe.values.cluster.more]
     word = "GPU" if recipe.values.cluster.device == "cuda" else "CPU rank"
-    found = [f"{counted(kind.nodes, 'node')} of {counted(kind.devices_per_node, word)}" for kind in kinds]
-    return " and ".join(found)
+    parts = [f"{counted(kind.nodes, 'node')} of {counted(kind.devices_per_node, word)}" for kind in kinds]
+    return " and ".join(parts)

@@ -28,7 +28,7 @@ class WaitLimit:
         return min([monotonic(), *begun]) + self.limit_s
 
     def failures(self, ranks: Iterable[int]) -> dict[int, Failure]:
-        """The failure of each of ``ranks`` whose wait exceeds the limit."""
+        """The failures of those ``ranks`` whose waits exceed the limit."""
         suspects = {rank: activity for rank in ranks if self._exceeded(activity := self.board.read(rank))}
         if suspects:
             sleep(CONFIRM_S)  # a rank may have been writing its line while it was read

@@ -23,7 +23,7 @@ class JobState:
 
     @property
     def why(self) -> str:
-        """Why the job is pending: SLURM's reason, or the state's name until SLURM gives one."""
+        """Why the job is pending: SLURM's reason, or the state's name until SLURM gives a reason."""
         return self.name if self.reason in ("", "None") else self.reason
 
     @property
@@ -48,7 +48,7 @@ class ListedJob:
 
 
 # Callers pass the names of jobs with their ids. A job that has the id but another name is a different job: of another
-# cluster, or of this one after its controller lost its state and counted anew.
+# cluster, or of this cluster after its controller lost its state and counted anew.
 
 
 def job_states(jobs: Mapping[str, str]) -> dict[str, JobState]:
@@ -65,7 +65,9 @@ def job_states(jobs: Mapping[str, str]) -> dict[str, JobState]:
         account = _account(not_queued)
         if account is None and queue is None:
             raise SlurmError("neither squeue nor sacct answers")
-        ended = {job: one for job, one in (account or {}).items() if queue is None or one.state.ended}
+        ended = {
+            job: listed_job for job, listed_job in (account or {}).items() if queue is None or listed_job.state.ended
+        }
     return _states(jobs, {**ended, **(queue or {})})
 
 
@@ -90,7 +92,7 @@ def jobs_called(name: str) -> list[str]:
     listed = _printed([*command, f"--name={name}"])
     if queue is None and listed is None:
         raise SlurmError("neither squeue nor sacct answers")
-    queued = [] if queue is None else [job for job, one in queue.items() if one.name == name]
+    queued = [] if queue is None else [job for job, listed_job in queue.items() if listed_job.name == name]
     return list(dict.fromkeys([*queued, *(listed or "").split()]))
 
 
@@ -102,7 +104,7 @@ def answers() -> bool:
 def any_job() -> bool:
     """Whether squeue lists a job of this user that has not ended, beside the job that this process may be in."""
     own = os.environ.get("SLURM_JOB_ID")
-    return any(job.split("_")[0] != own and not one.state.ended for job, one in (_queue() or {}).items())
+    return any(job.split("_")[0] != own and not listed_job.state.ended for job, listed_job in (_queue() or {}).items())
 
 
 def cancel(jobs: Sequence[str]) -> None:

@@ -101,8 +101,8 @@ def parameters(recipe: LoadedRecipe, *, nodes: int, name: str, training: bool) -
     """
     values, launch = recipe.values, recipe.values.launch
     gpus = device(values) == "cuda"
-    each = max(CORES_PER_GPU, values.training.threads_per_rank) if gpus else values.training.threads_per_rank
-    cpus = launch.cpus_per_node or values.cluster.devices_per_node * each
+    rank_cores = max(CORES_PER_GPU, values.training.threads_per_rank) if gpus else values.training.threads_per_rank
+    cpus = launch.cpus_per_node or values.cluster.devices_per_node * rank_cores
     limit_s = launch.time_limit_s or (TRAINING_S if training else trial_limit_s(values) + MARGIN_S)
     options = {key: getattr(launch, key) for key in _TEXTS if getattr(launch, key) is not None}
     if gpus and launch.gres is None:

@@ -20,7 +20,7 @@ class EndingError(InputError):
 
 
 class Flag:
-    """A flag that is set once; processes that are forked from this one see it, too."""
+    """A flag that is set once; processes that are forked from this process see it, too."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 1)
@@ -43,7 +43,7 @@ class Asked:
         return bool(self.to_save) or bool(self.to_end)
 
     def within(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for a request; returns whether one has come."""
+        """Wait up to ``seconds`` for a request; returns whether it has come."""
         deadline = time.monotonic() + seconds
         while not self and time.monotonic() < deadline:
             time.sleep(POLL_S)

@@ -15,8 +15,12 @@ def find_lost(manifest: Manifest, names: Sequence[str]) -> None:
     entries = manifest.entries()
     known = histories(entries)
     last = [known[name].last for name in names if name in known]
-    for submission in sorted({one.submission for one in last if one.state is State.SUBMITTING}):
-        trials = [one.trial for one in entries if one.submission == submission and one.state is State.SUBMITTING]
+    for submission in sorted({recorded.submission for recorded in last if recorded.state is State.SUBMITTING}):
+        trials = [
+            recorded.trial
+            for recorded in entries
+            if recorded.submission == submission and recorded.state is State.SUBMITTING
+        ]
         trials = list(dict.fromkeys(trials))  # a submission that SLURM refused earlier lists them more than once
         jobs = jobs_called(submission)
         if not jobs:
@@ -24,7 +28,7 @@ def find_lost(manifest: Manifest, names: Sequence[str]) -> None:
             entry = Entry(trial="", state=State.REFUSED, submission=submission, told=reason)
             manifest.append([replace(entry, trial=name) for name in trials])
             continue
-        job = max((one.split("_")[0] for one in jobs), key=int)
+        job = max((job_id.split("_")[0] for job_id in jobs), key=int)
         ids = [f"{job}_{index}" for index in range(len(trials))] if len(trials) > 1 else [job]
         entry = Entry(trial="", state=State.SUBMITTED, submission=submission)
-        manifest.append([replace(entry, trial=name, job=one) for name, one in zip(trials, ids, strict=True)])
+        manifest.append([replace(entry, trial=name, job=job_id) for name, job_id in zip(trials, ids, strict=True)])

@@ -174,12 +174,12 @@ def _files(recipe: LoadedRecipe) -> list[tuple[str, int, int]]:
     files = [*data_files(recipe.values), *([] if weights is None else weight_files(weights))]
     if recipe.values.data.tokenizer is not None:
         files.append(recipe.values.data.tokenizer)
-    found = []
+    paths = []
     for path in (Path(file).resolve() for file in files):
         inside = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
         index = path.with_suffix(".idx")  # Megatron-LM has it beside the .bin
-        found += [*inside, *([index] if path.suffix == ".bin" and index.is_file() else [])]
-    return [(str(file), (state := os.stat(file)).st_size, state.st_mtime_ns) for file in found]
+        paths += [*inside, *([index] if path.suffix == ".bin" and index.is_file() else [])]
+    return [(str(file), (state := os.stat(file)).st_size, state.st_mtime_ns) for file in paths]
 
 
 def weight_files(weights: str) -> list[str]:

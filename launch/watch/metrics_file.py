@@ -12,7 +12,7 @@ from launch.store.files import write_whole
 
 
 class MetricsFile:
-    """Appends to ``file`` from iteration ``first`` on; lines of that iteration and later ones are removed before."""
+    """Appends to ``file`` from iteration ``first`` on; lines from that iteration on are removed before."""
 
     def __init__(self, file: Path, first: int) -> None:
         kept = [line for line, content in _lines(file) if content["iteration"] < first]
@@ -44,7 +44,7 @@ def numbers_of(metrics: Metrics) -> dict[str, float]:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of ``file`` with their contents, up to one that a killed process has not written to its end."""
+    """The lines of ``file`` with their contents, up to a line that a killed process has not written to its end."""
     if not file.exists():
         return
     for line in file.read_text().splitlines():

@@ -35,7 +35,7 @@ def check_outlets(recipe: LoadedRecipe) -> None:
         raise recipe.error("training.report_to", problem) from None
     if os.environ.get("WANDB_MODE", "online") != "online":
         return
-    # W&B's own command decides whether there is an account, and may ask for one on a terminal.
+    # W&B's own command decides whether there is an account, and may ask for it on a terminal.
     login = subprocess.run([sys.executable, "-m", WANDB, "login"], stdout=subprocess.DEVNULL, check=False)
     if login.returncode:
         problem = "found 'wandb', which has no account here; log in (wandb login), or set WANDB_MODE=offline"

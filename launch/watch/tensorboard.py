@@ -9,7 +9,7 @@ from launch.watch.metrics_file import numbers_of
 
 
 class TensorBoard:
-    """Writes to ``folder`` from iteration ``first`` on; TensorBoard forgets later ones of an earlier run."""
+    """Writes to ``folder`` from iteration ``first`` on; TensorBoard forgets later iterations of an earlier run."""
 
     def __init__(self, folder: Path, first: int) -> None:
         self._writer = SummaryWriter(str(folder), purge_step=first)

@@ -45,7 +45,7 @@ class Case:
 
     @property
     def chunks(self) -> int:
-        """Stages on each pipeline device: more than one under interleaved 1F1B."""
+        """Stages on each pipeline device: several under interleaved 1F1B."""
         return int(parse_schedule(self.schedule)[1].get("chunks", 1))
 
     def link(self, ranks: int) -> tuple[float, float]:

@@ -39,38 +39,38 @@ class KnownErrors:
 
 
 def known_errors_of(sets: Sequence[ScoredSet]) -> list[KnownErrors]:
-    """The errors from which intervals are made: of the predictor that plans and, as if from a data sheet, of the one
-    without what was fitted to the set, where that is another. Empty unless both were scored."""
-    found: list[KnownErrors] = []
-    for one in sets:
-        by_name = {each.name: each for each in one.predicted}
+    """The errors from which intervals are made: of the predictor that plans and, as if from a data sheet, of the
+    predictor without what was fitted to the set, where that is another. Empty unless both were scored."""
+    errors: list[KnownErrors] = []
+    for scored in sets:
+        by_name = {predictor.name: predictor for predictor in scored.predicted}
         if not {PLANNING, LEFT_OUT} <= by_name.keys():
             continue
-        changed = one.measured.name in CHANGED
-        if not (changed and one.measured.origin is Origin.DATA_SHEET):
-            found += _known(one, by_name[PLANNING], one.measured.name, one.measured.origin)
+        changed = scored.measured.name in CHANGED
+        if not (changed and scored.measured.origin is Origin.DATA_SHEET):
+            errors += _known(scored, by_name[PLANNING], scored.measured.name, scored.measured.origin)
         if changed:
-            found += _known(one, by_name[LEFT_OUT], f"{one.measured.name}, left out", Origin.DATA_SHEET)
-    return found
+            errors += _known(scored, by_name[LEFT_OUT], f"{scored.measured.name}, left out", Origin.DATA_SHEET)
+    return errors
 
 
-def _known(one: ScoredSet, predictor: Predictor, name: str, origin: Origin) -> list[KnownErrors]:
-    errors = set_errors(one, predictor)
-    return [] if errors is None else [KnownErrors(one, predictor, replace(errors, name=name, origin=origin))]
+def _known(scored: ScoredSet, predictor: Predictor, name: str, origin: Origin) -> list[KnownErrors]:
+    errors = set_errors(scored, predictor)
+    return [] if errors is None else [KnownErrors(scored, predictor, replace(errors, name=name, origin=origin))]
 
 
-def set_errors(one: ScoredSet, predictor: Predictor) -> SetErrors | None:
-    """The errors of ``predictor`` on ``one``; None where no run has both times."""
-    pairs = _timed(one, predictor)
+def set_errors(scored: ScoredSet, predictor: Predictor) -> SetErrors | None:
+    """The errors of ``predictor`` on ``scored``; None where no run has both times."""
+    pairs = _timed(scored, predictor)
     if not pairs:
         return None
-    logs = [[log(run.seconds / each.seconds) for run, each in group] for group in grouped(pairs)]  # type: ignore[operator]
+    logs = [[log(run.seconds / prediction.seconds) for run, prediction in group] for group in grouped(pairs)]  # type: ignore[operator]
     every = [error for group in logs for error in group]
     apart = [error - mean(group) for group in logs for error in group if len(group) > 1]
     lost = sum(len(group) - 1 for group in logs)  # degrees of freedom
     return SetErrors(
-        name=one.measured.name,
-        origin=one.measured.origin,
+        name=scored.measured.name,
+        origin=scored.measured.origin,
         runs=len(every),
         mean_log=mean(every),
         whole=root_mean_square(every),
@@ -78,20 +78,20 @@ def set_errors(one: ScoredSet, predictor: Predictor) -> SetErrors | None:
     )
 
 
-def coverage(one: ScoredSet, predictor: Predictor, certainty: Certainty) -> float:
-    """The share of the measured times of ``one`` that lie in the intervals around the predicted ones."""
-    pairs = _timed(one, predictor)
+def coverage(scored: ScoredSet, predictor: Predictor, certainty: Certainty) -> float:
+    """The share of the measured times of ``scored`` that lie in the intervals around the predicted ones."""
+    pairs = _timed(scored, predictor)
     inside = 0
-    for run, each in pairs:
-        low, high = certainty.interval(each.seconds)  # type: ignore[arg-type]
+    for run, prediction in pairs:
+        low, high = certainty.interval(prediction.seconds)  # type: ignore[arg-type]
         inside += bool(low <= run.seconds <= high)  # type: ignore[operator]
     return inside / len(pairs)
 
 
-def _timed(one: ScoredSet, predictor: Predictor) -> list[Pair]:
-    """The runs whose time counts, with the predictions of it; both times are there."""
-    pairs = zip(one.runs, one.predicted[predictor], strict=True)
-    return [(run, each) for run, each in pairs if run.timed and run.seconds and each.seconds]
+def _timed(scored: ScoredSet, predictor: Predictor) -> list[Pair]:
+    """The runs whose time counts, with their predictions; both times are there."""
+    pairs = zip(scored.runs, scored.predicted[predictor], strict=True)
+    return [(run, prediction) for run, prediction in pairs if run.timed and run.seconds and prediction.seconds]
 
 
 def write_errors(errors: Sequence[SetErrors], file: Path) -> None:
@@ -99,20 +99,20 @@ def write_errors(errors: Sequence[SetErrors], file: Path) -> None:
     with file.open("w", newline="") as lines:
         writer = csv.writer(lines, lineterminator="\n")
         writer.writerow(["set", "origin", "runs", "mean_log", "whole", "between"])
-        for one in errors:
-            figures = (one.mean_log, one.whole, one.between)
+        for entry in errors:
+            figures = (entry.mean_log, entry.whole, entry.between)
             shown = ("" if value is None else f"{value:.4f}" for value in figures)
-            writer.writerow([one.name, one.origin.name, one.runs, *shown])
+            writer.writerow([entry.name, entry.origin.name, entry.runs, *shown])
 
 
-def section(found: Sequence[KnownErrors]) -> str:
+def section(known: Sequence[KnownErrors]) -> str:
     """The section of the page, with each set's errors and what intervals made without it hold."""
     rows: list[tuple[object, ...]] = []
     held: list[float] = []
-    for one in found:
-        errors = one.errors
-        others = certainty_from([each.errors for each in found if each is not one], errors.origin)
-        share = nan if others is None else coverage(one.scored, one.predictor, others)
+    for known_errors in known:
+        errors = known_errors.errors
+        others = certainty_from([other.errors for other in known if other is not known_errors], errors.origin)
+        share = nan if others is None else coverage(known_errors.scored, known_errors.predictor, others)
         held += [] if isnan(share) else [share]
         shown = (
             f"{_excess(errors.mean_log):+.0%}",

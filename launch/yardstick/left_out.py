@@ -49,7 +49,7 @@ CHANGED = frozenset(_CHANGES)  # sets whose predictions these changes make other
 
 
 def without(name: str) -> Callable[[CostModel], CostModel]:
-    """Makes a cost model one that takes no figure from the times of the set ``name``."""
+    """Changes a cost model so that it takes no figure from the times of the set ``name``."""
 
     def changed(model: CostModel) -> CostModel:
         nodes = model.cluster.nodes

@@ -78,7 +78,7 @@ class PublishedRun:
         """The configuration in words."""
         names = {"mb": "micro_batch_size", "tp": "tp", "dp": "dp", "pp": "pp"}
         words = " ".join(f"{name}={self.row[column]}" for name, column in names.items())
-        return " ".join(each for each in (*self.group, words, self.row.get("schedule", "")) if each)
+        return " ".join(part for part in (*self.group, words, self.row.get("schedule", "")) if part)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,18 +35,18 @@ class OurModel:
 
         def predict(asked: PredictionRequest, tell: Callable[[str], None]) -> list[Predicted]:
             changed = cache(change_for(asked.measured.name))
-            found = []
-            for number, one in enumerate(self._plans(asked, tell)):
-                found.append(NOTHING)
-                if one.plan is not None:
+            predictions = []
+            for number, planned in enumerate(self._plans(asked, tell)):
+                predictions.append(NOTHING)
+                if planned.plan is not None:
                     with suppress(InputError):  # for example layers that were not measured at this degree
-                        seconds = changed(one.model).seconds(one.plan)
+                        seconds = changed(planned.model).seconds(planned.plan)
                         if number not in self._peaks:
-                            self._peaks[number] = tuple(one.model.memory.of(one.plan))
-                        found[-1] = Predicted(seconds, self._peaks[number])
-                if len(found) % SHOWN_EVERY == 0:
-                    tell(f"{len(found)} of {len(asked.runs)} runs")
-            return found
+                            self._peaks[number] = tuple(planned.model.memory.of(planned.plan))
+                        predictions[-1] = Predicted(seconds, self._peaks[number])
+                if len(predictions) % SHOWN_EVERY == 0:
+                    tell(f"{len(predictions)} of {len(asked.runs)} runs")
+            return predictions
 
         return predict
 
@@ -54,8 +54,8 @@ class OurModel:
         if self._planned[0] is not asked:
             subject = partial(planning_subject, only_predicted=True) if asked.measured.interpolated else subject_of
             plans = []
-            for one in plan_rows(asked.recipe, [run.row for run in asked.runs], subject=subject):
-                plans.append(one)
+            for planned in plan_rows(asked.recipe, [run.row for run in asked.runs], subject=subject):
+                plans.append(planned)
                 if len(plans) % SHOWN_EVERY == 0:
                     tell(f"{len(plans)} of {len(asked.runs)} plans")
             self._planned, self._peaks = (asked, plans), {}

@@ -41,12 +41,14 @@ def write_pages(sets: Sequence[ScoredSet], traces: Sequence[ReplayedTrace], fold
     if known := known_errors_of(sets):
         parts.append(section(known))
     files = []
-    for one in sets:
-        files.append(folder / f"{one.measured.name}.png")
-        draw_pictures(one, files[-1])
-        parts += [*_section(one)]
+    for scored in sets:
+        files.append(folder / f"{scored.measured.name}.png")
+        draw_pictures(scored, files[-1])
+        parts += [*_section(scored)]
     if traces:
-        rows = [(one.name, one.steps, percent(one.error, 2), percent(one.recorded_error, 2)) for one in traces]
+        rows = [
+            (trace.name, trace.steps, percent(trace.error, 2), percent(trace.recorded_error, 2)) for trace in traces
+        ]
         headings = ["trace", "steps", "error", "from recorded times alone"]
         parts += [TRACES_TEXT, tabulate(rows, headings, "github", disable_numparse=True), ""]
     page = folder / "README.md"
@@ -54,14 +56,14 @@ def write_pages(sets: Sequence[ScoredSet], traces: Sequence[ReplayedTrace], fold
     return [page, *files]
 
 
-def _section(one: ScoredSet) -> Iterator[str]:
-    measured, (best, *_) = one.measured, one.predicted
+def _section(scored: ScoredSet) -> Iterator[str]:
+    measured, (best, *_) = scored.measured, scored.predicted
     yield f"## {measured.title}\n"
     yield f"{measured.source}; licence: {measured.licence}. System: {measured.system}. {measured.words}".rstrip() + "\n"
     yield f"![predicted against measured]({measured.name}.png)\n"
     yield f"{best.name} by degree:\n"
-    yield _by_degree(one, best) + "\n"
-    for what, rows in (("times", _worst_times(one, best)), ("peaks of memory", _worst_peaks(one, best))):
+    yield _by_degree(scored, best) + "\n"
+    for what, rows in (("times", _worst_times(scored, best)), ("peaks of memory", _worst_peaks(scored, best))):
         if rows:
             yield f"Its worst {what}:\n"
             yield tabulate(rows, ["", "predicted", "measured", "error"], "github", disable_numparse=True) + "\n"
@@ -69,47 +71,49 @@ def _section(one: ScoredSet) -> Iterator[str]:
         yield f"Not understood: {measured.open}\n"
 
 
-def _by_degree(one: ScoredSet, best: Predictor) -> str:
+def _by_degree(scored: ScoredSet, best: Predictor) -> str:
     """Mean errors of runs that share a degree or a micro-batch size."""
     rows = []
     for name in DEGREES:
-        for value in sorted({int(run.row[name]) for run in one.runs}):
-            pairs = [pair for pair in _pairs(one, best) if int(pair[0].row[name]) == value]
-            times = [error for run, each in pairs if run.timed and (error := time_error(run, each)) is not None]
-            peaks = [error for run, each in pairs for error in memory_errors(run, each)]
+        for value in sorted({int(run.row[name]) for run in scored.runs}):
+            pairs = [pair for pair in _pairs(scored, best) if int(pair[0].row[name]) == value]
+            times = [
+                error for run, prediction in pairs if run.timed and (error := time_error(run, prediction)) is not None
+            ]
+            peaks = [error for run, prediction in pairs for error in memory_errors(run, prediction)]
             if times or peaks:
                 shown = [percent(mean(errors)) if errors else "–" for errors in (times, peaks)]
                 rows.append((f"{name} {value}", len(times), shown[0], len(peaks), shown[1]))
     return tabulate(rows, ["", "runs", "time", "ranks", "memory"], "github", disable_numparse=True)
 
 
-def _worst_times(one: ScoredSet, best: Predictor) -> list[tuple[str, str, str, str]]:
-    found = [
-        (run, each.seconds, run.seconds)
-        for run, each in _pairs(one, best)
-        if run.timed and each.seconds is not None and run.seconds is not None
+def _worst_times(scored: ScoredSet, best: Predictor) -> list[tuple[str, str, str, str]]:
+    times = [
+        (run, prediction.seconds, run.seconds)
+        for run, prediction in _pairs(scored, best)
+        if run.timed and prediction.seconds is not None and run.seconds is not None
     ]
     return [
         (run.words, f"{predicted:.3f} s", f"{measured:.3f} s", f"{predicted / measured - 1:+.1%}")
-        for run, predicted, measured in _worst(found)
+        for run, predicted, measured in _worst(times)
     ]
 
 
-def _worst_peaks(one: ScoredSet, best: Predictor) -> list[tuple[str, str, str, str]]:
-    found: list[tuple[PublishedRun, float, float]] = []
-    for run, each in _pairs(one, best):
-        peaks = [(peak, measured) for device, measured in run.memory if (peak := each.peak(device)) is not None]
+def _worst_peaks(scored: ScoredSet, best: Predictor) -> list[tuple[str, str, str, str]]:
+    worst: list[tuple[PublishedRun, float, float]] = []
+    for run, prediction in _pairs(scored, best):
+        peaks = [(peak, measured) for device, measured in run.memory if (peak := prediction.peak(device)) is not None]
         if peaks:
-            found.append((run, *max(peaks, key=lambda pair: abs(pair[0] / pair[1] - 1))))
+            worst.append((run, *max(peaks, key=lambda pair: abs(pair[0] / pair[1] - 1))))
     return [
         (run.words, f"{predicted / GIB:.2f} GiB", f"{measured / GIB:.2f} GiB", f"{predicted / measured - 1:+.1%}")
-        for run, predicted, measured in _worst(found)
+        for run, predicted, measured in _worst(worst)
     ]
 
 
-def _worst(found: Sequence[tuple[PublishedRun, float, float]]) -> list[tuple[PublishedRun, float, float]]:
-    return sorted(found, key=lambda each: -abs(each[1] / each[2] - 1))[:WORST]
+def _worst(runs: Sequence[tuple[PublishedRun, float, float]]) -> list[tuple[PublishedRun, float, float]]:
+    return sorted(runs, key=lambda run: -abs(run[1] / run[2] - 1))[:WORST]
 
 
-def _pairs(one: ScoredSet, best: Predictor) -> list[tuple[PublishedRun, Predicted]]:
-    return list(zip(one.runs, one.predicted[best], strict=True))
+def _pairs(scored: ScoredSet, best: Predictor) -> list[tuple[PublishedRun, Predicted]]:
+    return list(zip(scored.runs, scored.predicted[best], strict=True))

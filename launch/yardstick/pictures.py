@@ -9,8 +9,8 @@ PANEL = (4.5, 4.2)  # inches
 OTHER = "textbook"  # the predictor that is drawn behind the first
 
 
-def draw_pictures(one: ScoredSet, file: Path) -> None:
-    """Write a PNG with a panel of times and, where memory was measured, one of peaks.
+def draw_pictures(scored: ScoredSet, file: Path) -> None:
+    """Write a PNG with a panel of times and, where memory was measured, a panel of peaks.
 
     It shows the first predictor, its fitted parts in another colour, and behind it the textbook's.
     """
@@ -19,12 +19,12 @@ def draw_pictures(one: ScoredSet, file: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    first, *others = one.predicted
-    fitted = {part.part for part in one.parts if part.fitted}
+    first, *others = scored.predicted
+    fitted = {part.part for part in scored.parts if part.fitted}
     times: dict[str, list[tuple[float, float]]] = {}
     peaks: dict[str, list[tuple[float, float]]] = {}
-    for predictor in [*(each for each in others if each.name == OTHER), first]:
-        for run, said in zip(one.runs, one.predicted[predictor], strict=True):
+    for predictor in [*(other for other in others if other.name == OTHER), first]:
+        for run, said in zip(scored.runs, scored.predicted[predictor], strict=True):
             label = predictor.name + (", fitted" if predictor is first and not fitted.isdisjoint(run.parts) else "")
             if run.timed and run.seconds is not None and said.seconds is not None:
                 times.setdefault(label, []).append((run.seconds, said.seconds))
@@ -36,13 +36,13 @@ def draw_pictures(one: ScoredSet, file: Path) -> None:
     figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
     colours = {first.name: "tab:blue", f"{first.name}, fitted": "tab:orange"}
     for (points, unit), place in zip(panels, axes.flat, strict=True):
-        every = [value for each in points.values() for pair in each for value in pair]
+        every = [value for curve in points.values() for pair in curve for value in pair]
         if every:
             place.plot([min(every), max(every)], [min(every), max(every)], color="0.6", linewidth=1)
         for label, pairs in points.items():
             place.plot(*zip(*pairs, strict=True), ".", markersize=4, color=colours.get(label, "0.75"), label=label)
         place.set(xscale="log", yscale="log", xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
     axes.flat[0].legend(frameon=False)
-    figure.suptitle(one.measured.title)
+    figure.suptitle(scored.measured.title)
     figure.savefig(file, dpi=110, metadata={"Software": None})
     plt.close(figure)

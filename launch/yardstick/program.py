@@ -52,18 +52,19 @@ def _predict(words: Sequence[str], limit_s: float) -> Predict:
 def read_answers(text: str, where: str, stages: Mapping[str, int]) -> dict[str, Predicted]:
     """The predictions in a program's CSV, by id; ``stages`` has the number of pipeline devices by id.
 
-    ``peak_bytes`` has one number for all pipeline devices, or one for each, separated by spaces. An empty field, or a
-    run without a row, is no prediction. Raises InputError, which begins with ``where``, if the text has another form.
+    ``peak_bytes`` has one number for all pipeline devices, or a number for each device, separated by spaces.
+    An empty field, or a run without a row, is no prediction. Raises InputError, which begins with ``where``, if the
+    text has another form.
     """
     reader = csv.DictReader(io.StringIO(text))
     missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
         raise InputError(f"{where}: its output lacks the column {missing[0]}; it writes {', '.join(COLUMNS)}")
-    found: dict[str, Predicted] = {}
+    predictions: dict[str, Predicted] = {}
     for row in reader:
         line = f"{where}: line {reader.line_num} of its output"
-        if row["id"] not in stages or row["id"] in found:
-            problem = "a second time" if row["id"] in found else "which is not in its input"
+        if row["id"] not in stages or row["id"] in predictions:
+            problem = "a second time" if row["id"] in predictions else "which is not in its input"
             raise InputError(f"{line} has the id {row['id']!r} {problem}")
         seconds = _numbers(row, "seconds", line)
         if len(seconds) > 1:
@@ -72,8 +73,8 @@ def read_answers(text: str, where: str, stages: Mapping[str, int]) -> dict[str, 
         if len(peaks) not in (0, 1, stages[row["id"]]):
             wanted = f"one number, or {stages[row['id']]}, one for each pipeline device"
             raise InputError(f"{line} has {len(peaks)} numbers as peak_bytes; it takes {wanted}")
-        found[row["id"]] = Predicted(seconds[0] if seconds else None, tuple(peaks))
-    return found
+        predictions[row["id"]] = Predicted(seconds[0] if seconds else None, tuple(peaks))
+    return predictions
 
 
 def _numbers(row: Mapping[str, str | None], name: str, line: str) -> list[float]:

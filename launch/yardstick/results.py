@@ -54,18 +54,18 @@ class ReplayedTrace:
 def predictors() -> dict[str, Predictor]:
     """The predictors that the project has, by name."""
     ours = OurModel()
-    found = [
+    known = [
         Predictor(name=f"auto3d-{method}", title=f"our costs, {words}", predict=ours.by(method), ours=True)
         for method, words in zip(METHODS, ("simulated", "AMP's formula", "Chimera's formula"), strict=True)
     ]
     title = "our costs, no figure fitted to times of the set"
-    found.append(Predictor(name=LEFT_OUT, title=title, predict=ours.left_out(), ours=True))
-    found += [
+    known.append(Predictor(name=LEFT_OUT, title=title, predict=ours.left_out(), ours=True))
+    known += [
         Predictor(name="amp", title="AMP's formula on textbook inputs", predict=textbook(amp)),
         Predictor(name="chimera", title="Chimera's formula on textbook inputs", predict=textbook(chimera)),
         Predictor(name="textbook", title="rule of thumb", predict=textbook(rule_of_thumb)),
     ]
-    return {one.name: one for one in found}
+    return {predictor.name: predictor for predictor in known}
 
 
 def score_set(measured: MeasuredSet, chosen: Sequence[Predictor], tell: Callable[[str], None]) -> ScoredSet:
@@ -80,18 +80,18 @@ def score_set(measured: MeasuredSet, chosen: Sequence[Predictor], tell: Callable
     asked = PredictionRequest(measured, recipe, tuple(measured.read(recipe, rows)))
     memory = cluster(recipe).memory_bytes
     predicted: dict[Predictor, Sequence[Predicted]] = {}
-    for one in chosen:
-        tell(f"{measured.name}: {one.name}")
-        predicted[one] = one.predict(asked, lambda words: tell(f"{measured.name}: {words}"))
+    for predictor in chosen:
+        tell(f"{measured.name}: {predictor.name}")
+        predicted[predictor] = predictor.predict(asked, lambda words: tell(f"{measured.name}: {words}"))
     parts = []
     for part in sorted({part for run in asked.runs for part in run.parts}):
         places = [place for place, run in enumerate(asked.runs) if part in run.parts]
         runs = [asked.runs[place] for place in places]
-        for one, found in predicted.items():
-            scored = scores(runs, [found[place] for place in places], memory_bytes=memory)
-            left_out = one.name == LEFT_OUT and measured.name in CHANGED
-            fitted = one.ours and part in measured.fitted and not left_out
-            parts.append(ScoredPart(part=part, predictor=one, scores=scored, fitted=fitted))
+        for predictor, predictions in predicted.items():
+            scored = scores(runs, [predictions[place] for place in places], memory_bytes=memory)
+            left_out = predictor.name == LEFT_OUT and measured.name in CHANGED
+            fitted = predictor.ours and part in measured.fitted and not left_out
+            parts.append(ScoredPart(part=part, predictor=predictor, scores=scored, fitted=fitted))
     return ScoredSet(measured=measured, runs=asked.runs, predicted=predicted, parts=tuple(parts))
 
 
@@ -99,7 +99,7 @@ def replay_trace(name: str) -> ReplayedTrace:
     """The trace of one of ``TRACES``, replayed."""
     trace = read_trace(published(f"{name}.csv.gz"))
     errors = [
-        mean(abs(one.predicted_s / one.measured_s - 1) for one in replay(trace, unrecorded=unrecorded))
+        mean(abs(step.predicted_s / step.measured_s - 1) for step in replay(trace, unrecorded=unrecorded))
         for unrecorded in (True, False)
     ]
     return ReplayedTrace(name, len(trace.steps), *errors)

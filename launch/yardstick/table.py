@@ -24,16 +24,17 @@ LEGEND = (
 
 def table(sets: Sequence[ScoredSet], traces: Sequence[ReplayedTrace], form: str = "simple") -> str:
     """The table in a form of tabulate, and below it what is marked as fitted."""
-    rows = [_row(one, part) for one in sets for part in one.parts]
+    rows = [_row(scored, part) for scored in sets for part in scored.parts]
     rows += [
-        (one.name, "simulator", f"{one.steps}", percent(one.error, 2), *[percent(float("nan"))] * 7) for one in traces
+        (trace.name, "simulator", f"{trace.steps}", percent(trace.error, 2), *[percent(float("nan"))] * 7)
+        for trace in traces
     ]
     text = tabulate(rows, HEADINGS, form, disable_numparse=True)
     fitted = dict.fromkeys(
-        f"{MARK} {one.measured.name}: {words}."
-        for one in sets
-        for part, words in one.measured.fitted.items()
-        if any(each.fitted and each.part == part for each in one.parts)
+        f"{MARK} {scored.measured.name}: {words}."
+        for scored in sets
+        for part, words in scored.measured.fitted.items()
+        if any(scored_part.fitted and scored_part.part == part for scored_part in scored.parts)
     )
     return "\n\n".join([text, *fitted])
 
@@ -43,23 +44,23 @@ def percent(share: float, digits: int = 1) -> str:
     return "–" if isnan(share) else f"{100 * share:.{digits}f} %"
 
 
-def _row(one: ScoredSet, part: ScoredPart) -> tuple[str, ...]:
-    found = part.scores
-    without = f" ({found.unpredicted})" if found.unpredicted else ""
+def _row(scored: ScoredSet, part: ScoredPart) -> tuple[str, ...]:
+    scores = part.scores
+    without = f" ({scores.unpredicted})" if scores.unpredicted else ""
     return (
-        _place(one, part.part),
+        _place(scored, part.part),
         part.predictor.name + (f" {MARK}" if part.fitted else ""),
-        f"{found.timed}{without}",
-        percent(found.time_error),
-        percent(found.relative_error),
-        percent(found.memory_error),
-        "–" if isnan(found.spearman) else f"{found.spearman:.3f}",
-        percent(found.regret),
-        percent(found.precision),
-        percent(found.recall),
-        percent(found.accepted),
+        f"{scores.timed}{without}",
+        percent(scores.time_error),
+        percent(scores.relative_error),
+        percent(scores.memory_error),
+        "–" if isnan(scores.spearman) else f"{scores.spearman:.3f}",
+        percent(scores.regret),
+        percent(scores.precision),
+        percent(scores.recall),
+        percent(scores.accepted),
     )
 
 
-def _place(one: ScoredSet, part: str) -> str:
-    return one.measured.name + (f": {part}" if part else "")
+def _place(scored: ScoredSet, part: str) -> str:
+    return scored.measured.name + (f": {part}" if part else "")

@@ -74,8 +74,8 @@ def _message_link(case: Case) -> tuple[float, float]:
 
 def _tensor_s(case: Case) -> float:
     """Seconds of the tensor-parallel ring all-reduces of one micro-batch on one stage: four for each layer."""
-    each = 2 * (case.tp - 1) / case.tp * _message_bytes(case) / case.link(case.tp)[0]
-    return 4 * case.sizes.layers / case.pp * each
+    all_reduce_s = 2 * (case.tp - 1) / case.tp * _message_bytes(case) / case.link(case.tp)[0]
+    return 4 * case.sizes.layers / case.pp * all_reduce_s
 
 
 def _ring_s(case: Case) -> float:

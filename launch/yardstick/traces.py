@@ -53,17 +53,17 @@ class TracedStep:
 
     @property
     def begin(self) -> float:
-        return min(each.start for each in self.operations.values())
+        return min(interval.start for interval in self.operations.values())
 
     @property
     def seconds(self) -> float:
         """The measured time from the first start to the last end."""
-        return max(each.end for each in self.operations.values()) - self.begin
+        return max(interval.end for interval in self.operations.values()) - self.begin
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A traced training: ``copies`` data-parallel copies of ``stages`` stages with ``micro_batches`` each."""
+    """A traced training: ``copies`` data-parallel copies of ``stages`` stages with ``micro_batches`` per copy."""
 
     steps: tuple[TracedStep, ...]
 
@@ -90,7 +90,7 @@ class Replay:
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a CSV file, which may be compressed with gzip. Raises InputError if it is not one."""
+    """The trace in a CSV file, which may be compressed with gzip. Raises InputError if it is no trace."""
     steps: dict[int, dict[Key, Interval]] = {}
     with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as lines:
         reader = csv.DictReader(lines)
@@ -146,8 +146,8 @@ def traced_schedule(trace: Trace) -> Schedule:
             device_of[stage, copy] = len(devices)
             first = copy * trace.micro_batches
             passes = (
-                each._replace(pipe=copy, micro_batches=tuple(first + number for number in each.micro_batches))
-                for each in order
+                operation._replace(pipe=copy, micro_batches=tuple(first + number for number in operation.micro_batches))
+                for operation in order
             )
             sync, update = Operation(Kind.SYNC, stage, pipe=copy), Operation(Kind.UPDATE, stage, pipe=copy)
             devices.append((sync, update, *passes, sync, update))
@@ -170,12 +170,12 @@ def _times(trace: Trace, step: TracedStep, schedule: Schedule, *, unrecorded: bo
         """The unrecorded seconds from the end of ``earlier`` to the start of ``later``."""
         if not unrecorded:
             return 0.0
-        return max(0.0, min(ran[each, stage, later, 0].start - ran[each, stage, *earlier].end for each in copies))
+        return max(0.0, min(ran[other, stage, later, 0].start - ran[other, stage, *earlier].end for other in copies))
 
     for device in schedule.operations:
         copy, stage = device[0].pipe, device[0].stage
         late = ran[copy, stage, GATHER, 0].start - begin if unrecorded else 0.0
-        yield late, together([ran[each, stage, GATHER, 0] for each in copies])
+        yield late, together([ran[other, stage, GATHER, 0] for other in copies])
         yield between(copy, stage, (GATHER, 0), "forward-recv" if stage else "forward-compute"), 0.0
         for operation in device[2:-2]:
             number = operation.micro_batches[0] - copy * trace.micro_batches
@@ -189,9 +189,9 @@ def _times(trace: Trace, step: TracedStep, schedule: Schedule, *, unrecorded: bo
         seconds = between(copy, stage, ("backward-send" if stage else "backward-compute", final), LAYERNORM)
         seconds += ran[copy, stage, LAYERNORM, 0].seconds
         if tied:
-            seconds += together([ran[copy, each, EMBEDDING, 0] for each in (0, last)])
+            seconds += together([ran[copy, edge, EMBEDDING, 0] for edge in (0, last)])
         seconds += between(copy, stage, (EMBEDDING if tied else LAYERNORM, 0), SCATTER)
-        yield seconds, together([ran[each, stage, SCATTER, 0] for each in copies])
+        yield seconds, together([ran[other, stage, SCATTER, 0] for other in copies])
         yield ran[copy, stage, CLIP, 0].end - ready + ran[copy, stage, OPTIMIZER, 0].seconds, 0.0
 
 
@@ -200,4 +200,4 @@ def together(ends: list[Interval]) -> float:
 
     Clocks of several machines differ a little, so a difference below 0 counts as 0.
     """
-    return max(0.0, min(each.end for each in ends) - max(each.start for each in ends))
+    return max(0.0, min(interval.end for interval in ends) - max(interval.start for interval in ends))

@@ -24,7 +24,7 @@ from auto3d.runtime.settings import OptimizerSettings
 from auto3d.tensor_placement import Split
 
 VERSION = 2
-KEPT = 2  # by default: the newest checkpoint, and the one before it in case the newest is damaged
+KEPT = 2  # by default: the newest checkpoint, and the previous checkpoint in case the newest is damaged
 INDEX = "checkpoint.json"
 
 
@@ -34,13 +34,13 @@ class CheckpointError(InputError):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """The folder of a training's checkpoints, how often to write one and how many to keep.
+    """The folder of a training's checkpoints, how often to write a checkpoint and how many to keep.
 
-    A training that is asked to end always writes one.
+    A training that is asked to end always writes a checkpoint.
     """
 
     folder: Path  # visible to all ranks, and writable only by this user
-    every: int | None  # iterations from one to the next; one more after the last. None: only when asked to end
+    every: int | None  # iterations between checkpoints; the last is at the end. None: only when asked to end
     keep: int = KEPT  # number of checkpoints that stay
 
     def due(self, before: int, done: int, last: int) -> bool:
@@ -151,7 +151,7 @@ def read(source: Path) -> Checkpoint:
 
 
 def check(source: Path, checkpoint: Checkpoint, graph: Graph, learnt: Mapping[str, str]) -> None:
-    """Raise CheckpointError if the ``checkpoint`` in ``source`` is not one of the training that ``learnt`` describes,
+    """Raise CheckpointError if the ``checkpoint`` in ``source`` is not from the training that ``learnt`` describes,
     of the model with this ``graph``."""
     for key in checkpoint.learnt.keys() | learnt.keys():
         there, here = checkpoint.learnt.get(key, "none"), learnt.get(key, "none")
@@ -159,7 +159,9 @@ def check(source: Path, checkpoint: Checkpoint, graph: Graph, learnt: Mapping[st
             raise CheckpointError(f"{source}: it was trained with {key} {there}; this training has {here}")
     if not checkpoint.tensors:  # emulated ranks hold none
         return
-    stored = {name.removeprefix("model."): one for name, one in checkpoint.tensors.items() if name.startswith("model.")}
+    stored = {
+        name.removeprefix("model."): tensor for name, tensor in checkpoint.tensors.items() if name.startswith("model.")
+    }
     used = {name for node in graph.nodes for name in node.state}
     for name, value in graph.parameters.items():
         if name not in stored:

@@ -1,8 +1,8 @@
-"""Reads tensors of a checkpoint: those parts that a rank holds under its Plan, or whole ones.
+"""Reads tensors of a checkpoint: those parts that a rank holds under its Plan, or whole tensors.
 
-A rank reads only the bytes that it needs where its part and the stored ones are cut in the same way, or the stored one
-is whole. Elsewhere it reads the stored shards that have elements of its part, and puts the whole tensor together: one
-at a time, in host memory.
+A rank reads only the bytes that it needs where its part and the stored parts are cut in the same way, or the stored
+part is whole. Elsewhere it reads the stored shards that have elements of its part, and puts the whole tensor together:
+one at a time, in host memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from auto3d.runtime.checkpoint.state_part import StatePart
 
 
 class CheckpointReader:
-    """The tensors of the checkpoint in the folder ``source``; each is read when it is asked for.
+    """The tensors of the checkpoint in the folder ``source``; a tensor is read when it is asked for.
 
     Use it in a ``with`` statement: it keeps the files open. Raises CheckpointError, as do all its methods.
     """
@@ -64,7 +64,7 @@ class CheckpointReader:
             """The parameter of ``optimizer.NAME.KEY``, in which names and keys may have dots."""
             words = name.split(".")[1:]
             names = (".".join(words[:end]) for end in range(len(words) - 1, 0, -1))
-            return next((one for one in names if one in parameters), "")
+            return next((parameter for parameter in names if parameter in parameters), "")
 
         kept = {parameter_of(name) for name in state if name.startswith("optimizer.")} - {""}
         others = (name for name in self.checkpoint.tensors if name.startswith("optimizer.") and name not in state)
@@ -89,7 +89,7 @@ class CheckpointReader:
             shard is not None and (stored.split, stored.shards) == (shard.split, shard.shards)
         ):
             return self._range(name, stored, 0 if shard is None else shard.shard, first, last)
-        if shard is not None and stored.split is None and [one.flat for one in stored.parts] == [None]:
+        if shard is not None and stored.split is None and [stored_part.flat for stored_part in stored.parts] == [None]:
             values = self._cut(name, stored.parts[0], shard, shape)
         else:
             whole = self._whole(name, stored, shard)
@@ -97,7 +97,7 @@ class CheckpointReader:
         return values.flatten()[first:last]
 
     def _cut(self, name: str, part: StoredPart, shard: Shard, shape: Sequence[int]) -> torch.Tensor:
-        """``shard``, of ``shape``, of a tensor that one ``part`` has whole; reads nothing else of it."""
+        """``shard``, of ``shape``, of a tensor that ``part`` has whole; reads nothing else of it."""
         runs = [
             (start, self._read(name, part, (*[slice(None)] * shard.split.dim, slice(first, first + length))))
             for first, start, length in shard.runs()
@@ -131,7 +131,11 @@ class CheckpointReader:
         """Elements ``[first, last)`` of the flattened shard number ``shard``."""
         shape = stored.shape if stored.split is None else Shard(stored.split, shard, stored.shards).shape(stored.shape)
         parts = sorted(
-            ((one.flat or (0, prod(shape)), one) for one in stored.parts if one.shard == shard),
+            (
+                (stored_part.flat or (0, prod(shape)), stored_part)
+                for stored_part in stored.parts
+                if stored_part.shard == shard
+            ),
             key=lambda pair: pair[0],
         )
         pieces: list[torch.Tensor] = []
@@ -175,9 +179,9 @@ class CheckpointReader:
         return self._opened[part.file]
 
 
-def _overlap(one: Shard, other: Shard) -> bool:
+def _overlap(shard: Shard, other: Shard) -> bool:
     """Whether the two shards of a tensor have a common element."""
-    if one.split.dim != other.split.dim:
+    if shard.split.dim != other.split.dim:
         return True
     spans = [(first, first + length) for first, _, length in other.runs()]
-    return any(first < end and begin < first + length for first, _, length in one.runs() for begin, end in spans)
+    return any(first < end and begin < first + length for first, _, length in shard.runs() for begin, end in spans)

@@ -68,7 +68,7 @@ class _Held:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one training. All ranks make one, and make the same calls in the same order."""
+    """Writes the checkpoints of one training. Every rank makes a writer, and makes the same calls in the same order."""
 
     def __init__(self, checkpoints: Checkpoints, learnt: Mapping[str, str]) -> None:
         self._checkpoints, self._learnt = checkpoints, dict(learnt)
@@ -219,7 +219,7 @@ def _file(rank: int) -> str:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint such that what a crash leaves is not taken for one."""
+    """Remove a checkpoint such that what a crash leaves is not taken for a checkpoint."""
     gone = folder.with_name(f".{folder.name}.removed")
     folder.rename(gone)
     shutil.rmtree(gone)

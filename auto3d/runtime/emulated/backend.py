@@ -128,7 +128,7 @@ class EmulatedBackend:
         if self.emulation.send_s is None:
             return EmulatedExchange(program, layout.transfers, **options)
         messages = self._costs(layout).messages
-        seconds = [each.forward / layout.schedule.parts for each in messages]
+        seconds = [message.forward / layout.schedule.parts for message in messages]
         return GivenExchange(program, layout.transfers, seconds=seconds, **options)
 
     def _sample_dimensions(self, layout: RankLayout) -> Mapping[str, int]:
@@ -194,4 +194,4 @@ class EmulatedBackend:
         if seconds is None:
             return RealCollectives(group, clock=self.clock)
         parts = layout.schedule.parts * layout.replicas
-        return GivenCollectives(group, [each / parts for each in seconds], clock=self.clock)
+        return GivenCollectives(group, [stage_s / parts for stage_s in seconds], clock=self.clock)

@@ -1,4 +1,4 @@
-"""The tensor-parallel collectives of emulated devices: real ones of zeros, or waits of a given time in lockstep."""
+"""The tensor-parallel collectives of emulated devices: real sums of zeros, or waits of a given time in lockstep."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -43,7 +43,7 @@ class RealCollectives:
         return wait
 
     def _pieces(self, size: float) -> Iterator[torch.Tensor]:
-        """Buffers of ``size`` bytes together, rounded up so that each rank has an equal part of every one."""
+        """Buffers of ``size`` bytes together, rounded up so that each rank has an equal part of every buffer."""
         shards = self._group.shards
         remaining = max(1, -(-int(size) // 4 // shards)) * shards
         largest = len(self._buffer) // shards * shards
@@ -64,8 +64,8 @@ class RealCollectives:
 class GivenCollectives:
     """Collectives of ``seconds``, by stage, one after the other on a link that the ranks of ``group`` share.
 
-    A collective starts when the last rank has begun it and the one before it is done. The ranks tell each other when
-    they began, so all of them end it at the same time.
+    A collective starts when the last rank has begun it and the collective before it is done. The ranks tell each other
+    when they began, so all of them end it at the same time.
     """
 
     def __init__(self, group: TensorGroup, seconds: Sequence[float], *, clock: DeviceClock) -> None:

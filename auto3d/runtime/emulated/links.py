@@ -1,4 +1,4 @@
-"""The messages and gradient sums of emulated devices: real ones of zeros, or waits of a given time."""
+"""The messages and gradient sums of emulated devices: real sums of zeros, or waits of a given time."""
 
 from collections.abc import Collection, Mapping, Sequence
 from math import nan
@@ -38,8 +38,8 @@ class EmulatedExchange(Exchange):
 class GivenExchange(EmulatedExchange):
     """Messages of ``seconds``, by the first of their two stages, one after the other between two devices.
 
-    A message leaves at the end of its operation, once the one before it has arrived. It carries when it arrives. The
-    pieces of one message between several replicas travel together.
+    A message leaves at the end of its operation, once the message before it has arrived. It carries when it arrives.
+    The pieces of one message between several replicas travel together.
     """
 
     def __init__(self, *args: Any, seconds: Sequence[float], **kwargs: Any) -> None:
@@ -67,8 +67,8 @@ class GivenExchange(EmulatedExchange):
 class EmulatedSync(GradientSync):
     """Real sums and gathers of zeros, as many bytes as the gradients have, over one buffer that all of them share.
 
-    ``trained`` has the shapes of the parameters of this rank's stages; one number stands in for each of them.
-    ``sync_bytes`` replaces the true sizes by one for each stage.
+    ``trained`` has the shapes of the parameters of this rank's stages; a number stands in for each parameter.
+    ``sync_bytes`` replaces the true sizes by a size for each stage.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class EmulatedSync(GradientSync):
             size = sum(self._trained[name].bytes for name in self._names[bucket])
         else:
             size = max(self._sync_bytes[stage] for stage in bucket[0].stages)
-        ranks = len(bucket[0].ranks) if bucket[0].is_split else 1  # each has an equal slice of every piece
+        ranks = len(bucket[0].ranks) if bucket[0].is_split else 1  # each rank has an equal slice of every piece
         piece = self._piece[: len(self._piece) // ranks * ranks]
         whole, rest = divmod(-(-max(1, int(size) // 4) // ranks) * ranks, len(piece))
         return [*[piece] * whole, *([piece[:rest]] if rest else [])]

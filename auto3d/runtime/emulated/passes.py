@@ -41,7 +41,7 @@ def passes_of(
     backward. The halves of a sub-pipelined program take turns as in training.
     """
     seconds = {kind: costs.times_of(kind)[stage.index] / parts for kind in Kind}
-    passes: dict[Kind, tuple[EmulatedStep, ...]] = {kind: (EmulatedStep(each),) for kind, each in seconds.items()}
+    passes: dict[Kind, tuple[EmulatedStep, ...]] = {kind: (EmulatedStep(step_s),) for kind, step_s in seconds.items()}
     if derived is None or derived.share.tp == 1:
         return passes
     rank = _RankProgram(derived)
@@ -65,8 +65,8 @@ class _RankProgram:
         self._model: PartitionCosts = analytic(local.graph)
         self._number = {node.name: number for number, node in enumerate(local.graph.nodes)}
         self._exchanges: dict[tuple[int, bool], list[TensorExchange]] = {}
-        for one in exchanges_of(replace(local, positions=tuple(range(len(local.graph.nodes)))), 1.0):
-            self._exchanges.setdefault((one.position, one.forward), []).append(one)
+        for exchange in exchanges_of(replace(local, positions=tuple(range(len(local.graph.nodes)))), 1.0):
+            self._exchanges.setdefault((exchange.position, exchange.forward), []).append(exchange)
 
     def in_order(self, spans: Sequence[tuple[int, int]], *, forward: bool) -> list[EmulatedStep]:
         """The steps of a pass through ``spans`` of the local Graph, which waits for each collective at once."""
@@ -81,10 +81,10 @@ class _RankProgram:
         divided = turns(derived.program, segments(self._graph, stage, kept), derived.half_of)
         steps: list[EmulatedStep] = []
         exchanging: dict[str, list[int]] = {}  # value, or gradient, that collectives make -> numbers of their steps
-        for each in divided if forward else reversed(divided):
-            if again is Kind.RECOMPUTE and each.segment.kept:
+        for segment_turns in divided if forward else reversed(divided):
+            if again is Kind.RECOMPUTE and segment_turns.segment.kept:
                 continue
-            for turn in each.forward if forward else each.backward:
+            for turn in segment_turns.forward if forward else segment_turns.backward:
                 takes, gives = _values(turn)
                 needed = takes if forward else gives
                 waits = tuple(number for name in needed for number in exchanging.pop(name, ()))
@@ -92,20 +92,20 @@ class _RankProgram:
                     numbers = sorted(self._number[name] for name in turn.segment.nodes)
                     inside = self._through(numbers if forward else reversed(numbers), forward=forward)
                     first = len(steps)
-                    steps += [replace(one, waits=tuple(first + number for number in one.waits)) for one in inside]
+                    steps += [replace(step, waits=tuple(first + number for number in step.waits)) for step in inside]
                     steps[first] = replace(steps[first], waits=waits)
                     continue
                 number = self._number[turn.node]
                 share = 1.0 if turn.half is None else 0.5
-                found = self._exchanges.get((number, forward), [None])
-                steps.append(EmulatedStep(self._seconds(number, forward), found[0], waits, share))
-                if found[0] is not None:
+                exchanges = self._exchanges.get((number, forward), [None])
+                steps.append(EmulatedStep(self._seconds(number, forward), exchanges[0], waits, share))
+                if exchanges[0] is not None:
                     made = turn.node if forward else turn.takes
                     exchanging.setdefault(made, []).append(len(steps) - 1)
         return steps
 
     def _through(self, numbers: Iterable[int], *, forward: bool) -> list[EmulatedStep]:
-        """The steps of the nodes ``numbers``, in this order; each waits for the collective of the one before it."""
+        """The steps of the nodes ``numbers``, in this order; each step waits for the previous step's collective."""
         steps: list[EmulatedStep] = []
         computed = 0.0  # since the last collective
 
@@ -116,11 +116,11 @@ class _RankProgram:
 
         for number in numbers:
             exchanges = self._exchanges.get((number, forward), [])
-            exchanges_first = forward == all(one.before for one in exchanges)
+            exchanges_first = forward == all(exchange.before for exchange in exchanges)
             if not exchanges_first:
                 computed += self._seconds(number, forward)
-            for one in exchanges if forward else reversed(exchanges):
-                end(one)
+            for exchange in exchanges if forward else reversed(exchanges):
+                end(exchange)
             if exchanges_first:
                 computed += self._seconds(number, forward)
         end(None)

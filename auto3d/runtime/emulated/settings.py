@@ -37,7 +37,7 @@ class Emulation:
     backward_input_s: PerStage = None
     backward_weight_s: PerStage = None
     recompute_s: PerStage = None
-    send_bytes: PerStage = None  # size of what a stage sends to a later one per micro-batch, and of its gradient
+    send_bytes: PerStage = None  # size of what a stage sends to a later stage per micro-batch, and of its gradient
     send_s: PerStage = None  # time of such a message, which then carries only when it arrives; None: its own time
     sync_bytes: PerStage = None  # size of each gradient all-reduce in which a stage takes part
     sync_s: PerStage = None  # time in which the gradients of a stage add up that several ranks hold; None: its own time
@@ -74,7 +74,7 @@ class Emulation:
     def costs_of_plan(self, plan: Plan, schedule: Schedule, graph_at: Callable[[int], Graph]) -> Costs:
         """The times of ``plan`` in the simulator's form; ``graph_at`` gives the model at a number of samples.
 
-        Each stage has the times of the samples that one of its replicas runs.
+        Each stage has the times of the samples that a replica of it runs.
         """
         samples = plan.micro_batch_size // schedule.sample_parts
         graph = graph_at(samples)
@@ -87,16 +87,16 @@ class Emulation:
         by_replicas = {replicas: of(replicas) for replicas in dict.fromkeys(stage.replicas for stage in plan.stages)}
         of_stage = [by_replicas[stage.replicas] for stage in plan.stages]
 
-        def each(times: Callable[[Costs], tuple[float, ...]]) -> tuple[float, ...]:
+        def per_stage(times: Callable[[Costs], tuple[float, ...]]) -> tuple[float, ...]:
             return tuple(times(costs)[number] for number, costs in enumerate(of_stage))
 
         return replace(
             of_stage[0],
-            forward=each(lambda costs: costs.forward),
-            backward=each(lambda costs: costs.backward),
-            backward_input=each(lambda costs: costs.backward_input),
-            backward_weight=each(lambda costs: costs.backward_weight),
-            recompute=each(lambda costs: costs.recompute),
+            forward=per_stage(lambda costs: costs.forward),
+            backward=per_stage(lambda costs: costs.backward),
+            backward_input=per_stage(lambda costs: costs.backward_input),
+            backward_weight=per_stage(lambda costs: costs.backward_weight),
+            recompute=per_stage(lambda costs: costs.recompute),
         )
 
     def costs(self, graph: Graph, stages: Sequence[StagePlan], schedule: Schedule, *, dp: int) -> Costs:
@@ -152,7 +152,7 @@ class Emulation:
                 MessageCost(forward=seconds / links, backward=seconds / links)
                 for seconds, links in zip(
                     (self.each("send_s", count) or (0.0,) * count)[:-1],
-                    (min(one.replicas, other.replicas) for one, other in pairwise(stages)),
+                    (min(stage.replicas, other.replicas) for stage, other in pairwise(stages)),
                     strict=True,
                 )
             ),
@@ -174,13 +174,13 @@ class Emulation:
         sizes = self.each("send_bytes", len(stages))
 
         def sized(transfers: Sequence[Transfer]) -> tuple[Transfer, ...]:
-            return tuple(replace(one, value=flat(one)) for one in _one_between(transfers))
+            return tuple(replace(transfer, value=flat(transfer)) for transfer in _one_between(transfers))
 
-        def flat(one: Transfer) -> Value:
-            pieces = lcm(replicas[one.source], replicas[one.target])
+        def flat(transfer: Transfer) -> Value:
+            pieces = lcm(replicas[transfer.source], replicas[transfer.target])
             if sizes is None:
-                return _flat(one.value, max(1, pieces // own), "float64", 8)
-            return _flat(one.value, max(1, -(-int(sizes[one.source]) // pieces) * pieces // own), "uint8", 1)
+                return _flat(transfer.value, max(1, pieces // own), "float64", 8)
+            return _flat(transfer.value, max(1, -(-int(sizes[transfer.source]) // pieces) * pieces // own), "uint8", 1)
 
         if not self.has_own_messages:
             return tuple(replace(stage, inputs=()) for stage in stages)
@@ -205,7 +205,7 @@ def _train_alone(graph: Graph, stages: Sequence[Stage]) -> list[bool]:
 
 
 def _one_between(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
-    """One transfer between each two stages; with a gradient if any of them has one."""
+    """One transfer between each two stages; with a gradient if any transfer has a gradient."""
     between: dict[tuple[int, int], Transfer] = {}
     for transfer in transfers:
         first = between.setdefault((transfer.source, transfer.target), transfer)

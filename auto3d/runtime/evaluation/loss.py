@@ -21,7 +21,7 @@ class ForwardLoss:
 
     loss: torch.Tensor  # each term that counts targets times the fraction of its places that they fill
     counts: Mapping[int, torch.Tensor]  # number of such a term -> number of its targets
-    padding_counts: torch.Tensor | None  # whether a target of a sample beyond the evaluation's last one counts
+    padding_counts: torch.Tensor | None  # whether a target of a sample beyond the evaluation's last sample counts
 
 
 class EvaluationLoss:
@@ -64,19 +64,21 @@ class EvaluationLoss:
         ]
         if len(ignored) < len(self._labels):
             return torch.ones((), dtype=torch.bool)
-        return ~torch.stack([each.any() for each in ignored]).all()
+        return ~torch.stack([mask.any() for mask in ignored]).all()
 
     def of_all_ranks(self, made: Mapping[int, ForwardLoss]) -> torch.Tensor:
         """[micro-batches of the global batch, 2 + terms]: weighted loss, samples wrongly counted, fraction per term."""
         layout = self._layout
         rows = torch.zeros(layout.plan.dp * layout.micro_batches, 2 + len(self._terms.counted), dtype=torch.float64)
         if layout.shard == 0:  # the others have computed the same
-            for micro_batch, each in made.items():
+            for micro_batch, forward_loss in made.items():
                 row = rows[layout.first_micro_batch + micro_batch]
-                row[0] = each.loss.item() / (1 if layout.settings.loss_mean == SUMMED_ITEMS else layout.replicas)
-                row[1] = 0 if each.padding_counts is None else each.padding_counts.item()
+                row[0] = forward_loss.loss.item() / (
+                    1 if layout.settings.loss_mean == SUMMED_ITEMS else layout.replicas
+                )
+                row[1] = 0 if forward_loss.padding_counts is None else forward_loss.padding_counts.item()
                 for number, term in enumerate(layout.target_terms):
-                    row[2 + number] = each.counts[number].item() / term.places / layout.replicas
+                    row[2 + number] = forward_loss.counts[number].item() / term.places / layout.replicas
         with waiting_for("the losses of all ranks"):
             dist.all_reduce(rows)
         return rows
@@ -119,8 +121,8 @@ def _inputs_behind(node: object, model: ExportedModel) -> set[str]:
     seen: set[object] = set()
     pending = [node]
     while pending:
-        each = pending.pop()
-        if isinstance(each, fx.Node) and each not in seen:
-            seen.add(each)
-            pending.extend(each.all_input_nodes)
-    return {each.name for each in seen if isinstance(each, fx.Node)} & model.inputs.keys()
+        current = pending.pop()
+        if isinstance(current, fx.Node) and current not in seen:
+            seen.add(current)
+            pending.extend(current.all_input_nodes)
+    return {seen_node.name for seen_node in seen if isinstance(seen_node, fx.Node)} & model.inputs.keys()

@@ -109,8 +109,8 @@ def _evaluation(rank: Rank, outputs: Sequence[str], loss: bool, at_once: int | N
     key = tuple(outputs), loss, at_once, alike
     if key not in rank.evaluations:
         rank.evaluations[key] = _Evaluation(rank, outputs, loss=loss, at_once=at_once, alike=alike)
-    found: _Evaluation = rank.evaluations[key]
-    return found
+    evaluation: _Evaluation = rank.evaluations[key]
+    return evaluation
 
 
 def evaluation_of(
@@ -207,7 +207,7 @@ class _Evaluation:
             self._loss.check_samples(samples)
         inputs = inputs_of(self._layout, data, self._rank.device)
         state = self._state()
-        memory = {each.name: each.memory(self._layout.micro_batches, self._rank.device) for each in self._outputs}
+        memory = {output.name: output.memory(self._layout.micro_batches, self._rank.device) for output in self._outputs}
         read = _ReadInputs(returned)
         batches = [
             self._global_batch(inputs, state, memory, number, samples - number * global_batch, read)
@@ -219,13 +219,13 @@ class _Evaluation:
             output.name: torch.cat([tensors[output.name] for _, tensors in batches])[:samples].to(output.dtype)
             for output in self._outputs
         }
-        found = read.of_all_ranks(samples)
+        inputs_read = read.of_all_ranks(samples)
         if self._loss is None:
-            return EvaluationResult(loss=None, outputs=outputs, inputs=found)
+            return EvaluationResult(loss=None, outputs=outputs, inputs=inputs_read)
         rows = torch.cat([rows for rows, _ in batches])
         loss, losses = self._loss.total(rows, samples)
         targets = self._loss.targets(rows, samples)
-        return EvaluationResult(loss=loss, outputs=outputs, losses=losses, targets=targets, inputs=found)
+        return EvaluationResult(loss=loss, outputs=outputs, losses=losses, targets=targets, inputs=inputs_read)
 
     def _check_read(self, inputs: MicroBatchInputs, batches: int) -> None:
         """Raise InputError, on every rank, unless all stages have read the same samples."""
@@ -262,7 +262,7 @@ class _Evaluation:
         own = number * layout.plan.global_batch + layout.replica * (layout.samples // layout.replicas)
         losses: dict[int, ForwardLoss] = {}
         made: dict[str, set[int]] = {output.name: set() for output in self._outputs}
-        inputs.start(self._program, {one: stage.inputs for one, stage in layout.stages.items()}, number)
+        inputs.start(self._program, {pipe_stage: stage.inputs for pipe_stage, stage in layout.stages.items()}, number)
         self._exchange.start()
         for step in self._program.steps:
             operation = step.operation
@@ -274,7 +274,7 @@ class _Evaluation:
             pipe_stage = operation.stage, operation.pipe
             stage, computation = layout.stages[pipe_stage], self._computations[pipe_stage]
             for micro_batch in operation.micro_batches:
-                received = {name: each for name, (each,) in arrived.get(micro_batch, {}).items()}
+                received = {name: tensor for name, (tensor,) in arrived.get(micro_batch, {}).items()}
                 loaded = inputs.of(micro_batch, stage)
                 first = own + (layout.first_micro_batch + micro_batch) * layout.samples
                 read.add(first, loaded)
@@ -314,20 +314,20 @@ class _ReadInputs:
         self._read.setdefault(first, {}).update(kept)  # on the device: the host need not wait for it here
 
     def of_all_ranks(self, samples: int) -> dict[str, torch.Tensor]:
-        """Those of the first ``samples``, [samples, …] each, on every rank; without what no stage reads."""
+        """The inputs of the first ``samples``, each [samples, …], on every rank; without what no stage reads."""
         if not self._names:
             return {}
-        mine = {first: {name: each.cpu() for name, each in inputs.items()} for first, inputs in self._read.items()}
-        found: list[dict[int, dict[str, torch.Tensor]]] = [{}] * dist.get_world_size()
+        mine = {first: {name: value.cpu() for name, value in inputs.items()} for first, inputs in self._read.items()}
+        gathered: list[dict[int, dict[str, torch.Tensor]]] = [{}] * dist.get_world_size()
         with waiting_for("the inputs that all ranks have read"):
-            dist.all_gather_object(found, mine)
+            dist.all_gather_object(gathered, mine)
         parts: dict[str, dict[int, torch.Tensor]] = {name: {} for name in self._names}
-        for of_rank in found:
+        for of_rank in gathered:
             for first, inputs in of_rank.items():
                 for name, tensor in inputs.items():
                     parts[name][first] = tensor
         return {
-            name: torch.cat([each for _, each in sorted(slices.items())])[:samples]
+            name: torch.cat([rows for _, rows in sorted(slices.items())])[:samples]
             for name, slices in parts.items()
             if slices
         }

@@ -1,4 +1,4 @@
-"""The parameters and buffers of an evaluation: those of the training, where they are."""
+"""The parameters and buffers of an evaluation: the training's, where they are."""
 
 from collections.abc import Mapping
 from math import prod
@@ -31,7 +31,8 @@ def first_pipelines_buffers(
 ) -> dict[str, torch.Tensor]:
     """Those of this rank's ``buffers`` that training writes to, such as batch statistics, as the first pipeline has it.
 
-    Each pipeline writes to its own copy. All evaluate with one, or the result would depend on who runs a sample.
+    Each pipeline writes to its own copy. All evaluate with the first copy: else the result would depend on who runs a
+    sample.
     """
     used = {name for stage in evaluation.model_stages for name in stage.state}
     names = sorted(training.captured.graph.written_buffers & used)
@@ -51,9 +52,9 @@ def first_pipelines_buffers(
             place.copy_(buffers[name].reshape(-1))
     with waiting_for("the buffers of the first pipeline"):
         dist.all_reduce(everything)
-    found = {}
+    values = {}
     for name, place in zip(names, everything[training.shard].split(sizes), strict=True):
         if name in buffers:
             own = buffers[name]
-            found[name] = place.reshape(own.shape).to(own.dtype).to(own.device)
-    return found
+            values[name] = place.reshape(own.shape).to(own.dtype).to(own.device)
+    return values

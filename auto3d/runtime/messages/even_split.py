@@ -1,4 +1,4 @@
-"""Shards of a dimension that is split into equal pieces, in one operation each: as Shard's, which goes run by run."""
+"""Shards of a dimension that is split into equal pieces: a shard in one operation, where Shard goes run by run."""
 
 from dataclasses import dataclass
 

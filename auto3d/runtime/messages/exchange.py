@@ -51,7 +51,7 @@ class _Leg:
 
     def __init__(self, peer: int, group: dist.ProcessGroup, loads: list[_Load], name: str) -> None:
         self.peer, self.group, self.loads = peer, group, loads
-        self.name = f"{name} ({THIS_RANK.name(peer)})"  # names are made here, once: every wait reports one
+        self.name = f"{name} ({THIS_RANK.name(peer)})"  # names are made here, once: every wait reports its message
         self.receiver = f"the receiver of {self.name}"
         self.receiving = waiting_for(self.name)
         self.sending = waiting_for(self.receiver)
@@ -103,7 +103,7 @@ class Exchange:
     shapes that this rank has. If the two stages have different numbers of replicas, each pair of ranks exchanges the
     samples that both have, along the dimension in ``sample_dimensions``; a value without samples is sent only once.
     ``half_of`` belongs to a program in halves: the halves of a value are exchanged together.
-    Exchanges of which only one has messages at a time may share their ``groups``.
+    Exchanges that never have messages at the same time may share their ``groups``.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Exchange:
         return len(self._of_sizes) - 1
 
     def start(self) -> None:
-        """Begin a program; the previous one has used all messages that it received."""
+        """Begin a program; the previous program has used all messages that it received."""
         assert not self._posted
         assert not self._local
 
@@ -221,7 +221,7 @@ class Exchange:
                 self.send(message, [*map(tensors.__getitem__, self._route(message).names)])
 
     def _connect(self, program: Program) -> None:
-        """Send one element to, and receive one from, each rank that this one exchanges messages with.
+        """Exchange one element with each rank with which this rank exchanges messages.
 
         NCCL connects a pair of ranks at its first use and blocks until both sides have called. So all ranks go through
         their pairs in the same order, before any receive is posted ahead of its send: first the pairs whose lower
@@ -272,7 +272,7 @@ class Exchange:
             )
             for peer in sorted(loads)
         ]
-        whole = [load.index for each in loads.values() for load in each if load.dimension is None]
+        whole = [load.index for peer_loads in loads.values() for load in peer_loads if load.dimension is None]
         return _Route(names, is_local=False, legs=legs, is_direct=len(legs) == 1 and whole == list(range(len(names))))
 
     def _loads(self, message: Message) -> Iterator[tuple[int, _Load]]:
@@ -306,11 +306,11 @@ class Exchange:
 
     def _parts(self, carried: Sequence[Transfer]) -> list[list[int]]:
         """The numbers in ``carried`` of each value: its own, or its halves' in order."""
-        found: dict[tuple[str, bool], list[int]] = {}
+        numbers: dict[tuple[str, bool], list[int]] = {}
         for index, name in enumerate(transfer.value.name for transfer in carried):
             half = self._half_of.get(name)
-            found.setdefault((name.removesuffix(f"_half{half}"), half is not None), []).append(index)
-        return list(found.values())
+            numbers.setdefault((name.removesuffix(f"_half{half}"), half is not None), []).append(index)
+        return list(numbers.values())
 
     def _carried(self, message: Message) -> Sequence[Transfer]:
         number = self._sizes.get(message.micro_batch)
@@ -324,10 +324,10 @@ class Exchange:
 
 
 def _by_stages(transfers: Sequence[Transfer]) -> _ByStages:
-    found: _ByStages = {}
+    by_stages: _ByStages = {}
     for transfer in transfers:
-        found.setdefault((transfer.source, transfer.target), []).append(transfer)
-    return found
+        by_stages.setdefault((transfer.source, transfer.target), []).append(transfer)
+    return by_stages
 
 
 def _joined(arrived: Sequence[tuple[_Load, torch.Tensor]]) -> torch.Tensor:

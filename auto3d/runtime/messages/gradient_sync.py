@@ -87,8 +87,8 @@ class GradientSync:
     Parameters of which ``rules`` say the same are updated together; they are needed where sums are split.
 
     ``holders`` has the holders of this rank's parameters, ``all_holders`` of every rank's, by default the same.
-    Every rank must construct it with the same ``all_holders``, because it makes process groups: one for each set of
-    holders, since two stages on the same ranks may be ready in a different order on each of them. Parameters named in
+    Every rank must construct it with the same ``all_holders``, because it makes process groups: a group for each set of
+    holders, since two stages on the same ranks may be ready in a different order on each rank. Parameters named in
     ``uncounted`` are left out of the norm: a rank with another shard counts them.
     """
 
@@ -106,8 +106,8 @@ class GradientSync:
     ) -> None:
         self._run_ahead = run_ahead
         everyones = holders.values() if all_holders is None else all_holders
-        several = [each for each in sorted(set(everyones)) if len(each.ranks) > 1]
-        self._groups = {each: new_group(each.ranks, device=device) for each in several}
+        several = [holding for holding in sorted(set(everyones)) if len(holding.ranks) > 1]
+        self._groups = {holding: new_group(holding.ranks, device=device) for holding in several}
         self._names: dict[Bucket, list[str]] = {}
         self._private = [(parameters[name], holders[name], name not in uncounted) for name in private]
         # All ranks have this order in common; the order in which stages use parameters differs.
@@ -125,9 +125,9 @@ class GradientSync:
             self._make(bucket, {name: parameters[name] for name in names}, uncounted, rules)
         self._sums: list[tuple[Begun, Holders]] = []
         self._gathers: list[tuple[Begun, Holders]] = []
-        for each, group in self._groups.items():  # now, because connecting blocks: not between messages
-            if dist.get_rank() in each.ranks:
-                connect(group, device=device, what=str(each))
+        for holding, group in self._groups.items():  # now, because connecting blocks: not between messages
+            if dist.get_rank() in holding.ranks:
+                connect(group, device=device, what=str(holding))
 
     def _make(
         self,
@@ -176,7 +176,7 @@ class GradientSync:
             return [(begin(collective, piece, self._groups[holders], holders.ranks), holders) for piece in pieces]
 
     def _pieces(self, bucket: Bucket) -> list[torch.Tensor]:
-        """The tensors that make up the gradients of ``bucket``; each is summed by one collective."""
+        """The tensors that make up the gradients of ``bucket``; a collective sums each tensor."""
         return [self._buffers[bucket]]
 
     def wait(self, stages: Set[int]) -> None:
@@ -211,7 +211,7 @@ class GradientSync:
             shard.follow()
 
     def _weight_pieces(self, bucket: Bucket) -> list[torch.Tensor]:
-        """The tensors that make up the weights of ``bucket``; each is gathered by one collective."""
+        """The tensors that make up the weights of ``bucket``; a collective gathers each tensor."""
         return [self.shards[bucket].weights()]
 
     def wait_for_weights(self) -> None:
@@ -221,7 +221,7 @@ class GradientSync:
             self._wait(begun, _gather_of(holders))
 
     def squared_norm(self) -> torch.Tensor | float:
-        """What this rank adds to the squared norm of all gradients: a holder counts its slice, or the first one all."""
+        """What this rank adds to the squared norm of all gradients: holders count slices, or the first holder all."""
         counted = [gradient for gradient in self._counted.values() if len(gradient)]
         counted += [parameter.grad for parameter, _, counts in self._private if counts and parameter.grad is not None]
         norms = list(chain.from_iterable(map(_norms, counted)))
@@ -259,13 +259,13 @@ def _norms(gradient: torch.Tensor) -> list[torch.Tensor]:
 
 
 def packed_starts(parameters: Mapping[str, nn.Parameter]) -> tuple[dict[str, int], int]:
-    """The first element of each of ``parameters`` in a buffer without gaps, and the elements of the buffer."""
+    """The first element of every parameter in a buffer without gaps, and the elements of the buffer."""
     ends = list(accumulate((parameter.numel() for parameter in parameters.values()), initial=0))
     return dict(zip(parameters, ends, strict=False)), ends[-1]
 
 
 def _flat_gradients(parameters: Mapping[str, nn.Parameter], starts: Mapping[str, int], size: int) -> torch.Tensor:
-    """One zeroed buffer; the ``.grad`` of each of ``parameters`` becomes a view of its range."""
+    """One zeroed buffer; every parameter's ``.grad`` becomes a view of its range."""
     first = next(iter(parameters.values()))
     buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
     for name, parameter in parameters.items():

@@ -1,4 +1,4 @@
-"""Collectives on flat buffers of which each rank of a group owns one of equal slices, in the order of its ranks.
+"""Collectives on flat buffers, divided into equal slices that the ranks of a group own, in their order.
 
 They are asynchronous: they end once every rank of the group has begun them, whatever else the ranks do.
 """
@@ -37,7 +37,7 @@ def all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup) -> Begun:
 
 
 def reduce_scatter(buffer: torch.Tensor, group: dist.ProcessGroup, ranks: Sequence[int]) -> Begun:
-    """Begin to sum ``buffer`` over ``ranks``, all of ``group`` in order; each gets the sum of its slice, in place.
+    """Begin to sum ``buffer`` over ``ranks``, all of ``group`` in order; each rank gets the sum of its slice, in place.
 
     The other slices keep this rank's numbers. The elements of ``buffer`` are a multiple of the ranks.
     """

@@ -35,7 +35,7 @@ Pending = Callable[[], torch.Tensor]
 
 
 class TensorGroup(Protocol):
-    """The ranks that share the weights of the same stages, and this one's number among them.
+    """The ranks that share the weights of the same stages, and this rank's number among them.
 
     All its ranks begin the same collectives in the same order. ``what`` names the operation in errors.
     """
@@ -50,7 +50,7 @@ class TensorGroup(Protocol):
         """Begin to gather the contiguous ``tensor`` of every rank: [shards, *its shape]."""
 
     def reduce_scatter(self, stacked: torch.Tensor, what: str) -> Pending:
-        """Begin to sum ``stacked``, [shards, …], over the ranks; each gets the sum of its entry. Overwrites it."""
+        """Begin to sum ``stacked``, [shards, …], over the ranks; each rank gets the sum of its entry. Overwrites it."""
 
 
 class ProcessTensorGroup:
@@ -209,7 +209,7 @@ def _nothing(value: torch.Tensor) -> Pending:
 def _collective(collective: Collective, split: Split | None, group: TensorGroup, what: str) -> Action:
     if collective is Collective.ALL_REDUCE:
         # It needs a copy, because it writes its result there: autograd may have saved the value for a backward, and a
-        # gradient may be that of another value, too.
+        # gradient may be the gradient of another value, too.
         return lambda value: group.all_reduce(value.clone(memory_format=torch.contiguous_format), what)
     assert split is not None
     even = even_split(split, group.shards)
@@ -373,10 +373,10 @@ class _CrossEntropy(torch.autograd.Function):
         logits, labels, largest, log_sum = ctx.saved_tensors
         reduction, ignore_index, smoothing, size, first, true = ctx.constants
         ignored = labels == ignore_index
-        each = gradient.to(log_sum.dtype).expand(labels.shape)
+        of_place = gradient.to(log_sum.dtype).expand(labels.shape)
         if reduction == _MEAN:
-            each = each / (~ignored).sum()
-        each = each.masked_fill(ignored, 0)
+            of_place = of_place / (~ignored).sum()
+        of_place = of_place.masked_fill(ignored, 0)
         of_logits = (logits.to(log_sum.dtype) - largest.unsqueeze(1)).sub_(log_sum.unsqueeze(1)).exp_()
         if smoothing:
             of_logits -= smoothing / size
@@ -384,7 +384,7 @@ class _CrossEntropy(torch.autograd.Function):
         if true:
             of_label = torch.where(elsewhere, 0.0, smoothing - 1.0).to(of_logits.dtype)
             of_logits.scatter_add_(1, local.unsqueeze(1), of_label.unsqueeze(1))
-        of_logits.mul_(each.unsqueeze(1))
+        of_logits.mul_(of_place.unsqueeze(1))
         if true < logits.shape[1]:
             of_logits.narrow(1, true, logits.shape[1] - true).zero_()  # padding: not classes of the model
         return of_logits.to(logits.dtype), *[None] * 7

@@ -26,7 +26,7 @@ class Totals:
     """Sums losses, counts of targets and squared gradient norms over ``everyone``, in one all-reduce per iteration.
 
     Each sum also carries the answer of ``asked_to_end``, so that all ranks end after the same iteration. The ranks of a
-    tensor-parallel group compute the same loss on the same targets; one of them has ``counts_loss``.
+    tensor-parallel group compute the same loss on the same targets; one rank has ``counts_loss``.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Totals:
         """The largest of each of ``values``, called ``what``, of which all ranks give as many; it waits for them."""
         largest = torch.tensor(values, dtype=torch.float64).to(self._device)
         self._over_all_ranks(largest, dist.ReduceOp.MAX, what)
-        found: list[float] = largest.tolist()
-        return found
+        numbers: list[float] = largest.tolist()
+        return numbers
 
     def _over_all_ranks(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> None:
         """Reduce ``values`` in place, and wait until the host can read them."""
@@ -98,7 +98,7 @@ class Totals:
         return totals
 
     def begin_sum(self) -> None:
-        """Begin the sum of the first iteration that waits for one. It does not block: other ranks are not as far."""
+        """Begin the sum of the first iteration that waits for it. It does not block: other ranks are not as far."""
         totals, seconds = self._unsummed.popleft()
         with waiting_for("the loss of all ranks"):
             work = dist.all_reduce(totals, group=self._everyone, async_op=True)
@@ -106,7 +106,7 @@ class Totals:
         self._summed.append((work, totals, seconds))
 
     def arrived(self) -> Iterator[tuple[Total, float]]:
-        """Sums that are complete by now, in the order of their iterations, each with the iteration's seconds."""
+        """Sums that are complete by now, in the order of their iterations, with each iteration's seconds."""
         while self._summed and self._summed[0][0].is_completed():
             yield self._next()
 

@@ -55,7 +55,7 @@ def build_optimizers(
     run_ahead: RunAhead | None = None,
     of_all_ranks: AllParameters | None = None,
 ) -> Optimizers:
-    """One optimizer for the ``parameters`` and the slices of ``shards`` (ZeRO-1) of each of ``rules``.
+    """One optimizer for the ``parameters`` and the slices of ``shards`` (ZeRO-1) of every rule in ``rules``.
 
     An optimizer that adds up numbers over all parameters does so over the parameters ``of_all_ranks`` (None:
     ``parameters``). The other arguments and errors are as in ``build_optimizer``.
@@ -70,9 +70,9 @@ def build_optimizers(
             updated[rule] = of_all_ranks.of([name for name, other in rules.items() if other == rule], parameters)
     return {
         rule: build_optimizer(
-            each, rule, iterations=iterations, shards=shards, run_ahead=run_ahead, of_all_ranks=of_all_ranks
+            rule_parameters, rule, iterations=iterations, shards=shards, run_ahead=run_ahead, of_all_ranks=of_all_ranks
         )
-        for rule, each in updated.items()
+        for rule, rule_parameters in updated.items()
     }
 
 
@@ -110,10 +110,12 @@ def build_optimizer(
         if shards:
             optimizer.register_step_pre_hook(follow)
     if settings.clip_value or settings.clip_ratio:
-        updated = [each for group in optimizer.param_groups for each in group["params"] if not each.is_meta]
+        updated = [
+            parameter for group in optimizer.param_groups for parameter in group["params"] if not parameter.is_meta
+        ]
         optimizer.register_step_pre_hook(lambda *_: clip(updated, settings))
     note_counts(optimizer, traits_of(settings).counts)
-    if of_all_ranks is not None and any(each.is_meta for each in parameters):
+    if of_all_ranks is not None and any(parameter.is_meta for parameter in parameters):
         of_all_ranks.step_together(optimizer)
     return optimizer, _learning_rate_schedule(optimizer, settings, iterations)
 
@@ -126,7 +128,7 @@ def check_schedule(settings: OptimizerSettings, iterations: int) -> None:
 def learning_rate_of(settings: OptimizerSettings, iterations: int) -> Callable[[int], float]:
     """The learning rate by iteration, from 0, of a training of ``iterations`` iterations.
 
-    It is the same on every rank, also on one that trains nothing.
+    It is the same on every rank, also on a rank that trains nothing.
     """
     stand_in = torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate)
     schedule = _learning_rate_schedule(stand_in, settings, iterations)

@@ -86,7 +86,7 @@ def exempt_names(captured: CapturedModel, exempt: tuple[str, ...]) -> frozenset[
     """The names of the parameters of ``captured`` without weight decay; InputError if an entry matches none."""
     key = "exempt", exempt
     if exempt and key not in captured.derived:
-        captured.derived[key] = frozenset().union(*(_matching(captured, each) for each in exempt))
+        captured.derived[key] = frozenset().union(*(_matching(captured, entry) for entry in exempt))
     names: frozenset[str] = captured.derived.get(key, frozenset())
     return names
 

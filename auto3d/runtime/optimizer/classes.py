@@ -115,7 +115,7 @@ def is_elementwise(settings: OptimizerSettings) -> bool:
         return False
     small = [(shape, 2) for shape in _PROBE_SHAPES if len(shape) in traits_of(settings).dimensions]
     large = (_LARGE_PROBE, _LARGE_PROBE_AT)
-    return all(_updates_slices_alone(kind, arguments, *each) for each in (*small, large))
+    return all(_updates_slices_alone(kind, arguments, *probe) for probe in (*small, large))
 
 
 def _updates_slices_alone(
@@ -140,14 +140,16 @@ def _updates_slices_alone(
             return False
     # A number that it finds of a whole weight may decide later what happens to each element.
     numbers = _numbers_kept(together.state[whole])
-    return all(_numbers_kept(one.state[part]) == numbers for one, part in zip(alone, parts, strict=True))
+    return all(
+        _numbers_kept(part_optimizer.state[part]) == numbers for part_optimizer, part in zip(alone, parts, strict=True)
+    )
 
 
 def _numbers_kept(state: dict[str, Any]) -> dict[str, float]:
     """The numbers, and tensors of one element, in the state of a parameter."""
     return {
         name: float(value)
-        for name, value in ((each.name, each.value) for each in kept_in(state))
+        for name, value in ((kept.name, kept.value) for kept in kept_in(state))
         if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
     }
 
@@ -246,7 +248,7 @@ def traits_of(settings: OptimizerSettings) -> Traits:
     try:
         kind(_probes(_PROBE_SHAPES[:1]), **arguments)
     except Exception as error:  # a class may raise anything
-        accepted = ", ".join(each for each in inspect.signature(kind).parameters if each not in _OURS)
+        accepted = ", ".join(argument for argument in inspect.signature(kind).parameters if argument not in _OURS)
         raise InputError(f"optimizer_arguments: {name} refuses them: {_line(error)}; it accepts {accepted}") from None
     if kind in ELEMENTWISE:
         return Traits(dimensions=frozenset(map(len, _PROBE_SHAPES)), counts=())
@@ -262,11 +264,11 @@ def traits_of(settings: OptimizerSettings) -> Traits:
         after = _stepped(together)
     except Exception as error:
         raise InputError(f"optimizer: {name} cannot update parameters of several shapes: {_line(error)}") from None
-    mixes = not all(torch.equal(one, _stepped(other)[0]) for one, other in zip(after, alone, strict=True))
+    mixes = not all(torch.equal(weight, _stepped(other)[0]) for weight, other in zip(after, alone, strict=True))
     if averages(kind) and not mixes:
         of_evaluation = _in_evaluation(together)
         mixes = not all(
-            torch.equal(one, _in_evaluation(other)[0]) for one, other in zip(of_evaluation, alone, strict=True)
+            torch.equal(weight, _in_evaluation(other)[0]) for weight, other in zip(of_evaluation, alone, strict=True)
         )
     depends = any(_numbers(other) != _numbers(together) for other in alone)
     adds_up = (mixes or depends) and not averages(kind) and _adds_up(kind, arguments, shapes)
@@ -286,9 +288,9 @@ def traits_of(settings: OptimizerSettings) -> Traits:
         )
     for key in counts:
         _check_kept(name, key, place_of(together, key)[key], (int, float, torch.Tensor))
-    for each in (each for _, state in _states(together) for each in kept_in(state)):
-        can_be_replaced = not isinstance(each.place, tuple)
-        _check_kept(name, each.name, each.value, (int, float, torch.Tensor) if can_be_replaced else (torch.Tensor,))
+    for kept in (kept for _, state in _states(together) for kept in kept_in(state)):
+        can_be_replaced = not isinstance(kept.place, tuple)
+        _check_kept(name, kept.name, kept.value, (int, float, torch.Tensor) if can_be_replaced else (torch.Tensor,))
     return Traits(dimensions=frozenset(map(len, shapes)), counts=counts, averages=averages(kind), adds_up=adds_up)
 
 
@@ -311,20 +313,22 @@ def _adds_up(kind: type[torch.optim.Optimizer], arguments: dict[str, Any], shape
         pairs = zip(_probes(shapes), own, strict=True)
         again = enumerate(read)
         try:
-            some = make_optimizer(kind, [each if has else stand_in(each.shape) for each, has in pairs], arguments)
+            some = make_optimizer(kind, [probe if has else stand_in(probe.shape) for probe, has in pairs], arguments)
             with NumbersRead(partial(_next, again, had)):
-                found = _stepped(some)
+                updated = _stepped(some)
         except Exception:  # a class may compute with values of all parameters, or read other numbers
             return False
         if next(again, None) is not None or _numbers(some) != _numbers(whole):
             return False
-        if not all(torch.equal(one, other) for one, other, has in zip(expected, found, own, strict=True) if has):
+        if not all(
+            torch.equal(weight, other) for weight, other, has in zip(expected, updated, own, strict=True) if has
+        ):
             return False
     return all(had)
 
 
 def _next(again: Iterator[tuple[int, Any]], had: list[bool], value: torch.Tensor) -> Any:
-    """The next number of ``again``, which ``value`` has unless it is without values; notes whether it ``had`` one."""
+    """The next number of ``again``, which ``value`` has unless it is without values; notes whether it ``had`` it."""
     place, number = next(again)
     if not value.is_meta:
         had[place] = True
@@ -334,7 +338,7 @@ def _next(again: Iterator[tuple[int, Any]], had: list[bool], value: torch.Tensor
 
 
 def place_of(optimizer: torch.optim.Optimizer, count: str) -> dict[Any, Any]:
-    """Where ``optimizer`` of one group holds this one of its ``Traits.counts``: in the group, or beside the state."""
+    """Where ``optimizer`` of one group holds this key of its ``Traits.counts``: in the group, or beside the state."""
     (group,) = optimizer.param_groups
     return group if count in group else optimizer.state
 
@@ -363,7 +367,7 @@ def _line(error: Exception) -> str:
 
 
 def check_resumes(rules: Iterable[OptimizerSettings]) -> None:
-    """Raise InputError if one of these optimizers keeps, besides its state, what a checkpoint does not hold."""
+    """Raise InputError if any of these optimizers keeps, besides its state, what a checkpoint does not hold."""
     for rule in dict.fromkeys(rules):
         _check_resumes(rule)
 
@@ -422,31 +426,31 @@ def _can_go_on_from_evaluation(
     """Whether a new optimizer that gets the weights of evaluation, with all state, has the same weights in training."""
     try:
         fresh = make_optimizer(kind, _probes(shapes), arguments)
-        before = [each.clone() for each in _values(fresh)]
+        before = [value.clone() for value in _values(fresh)]
         if not all(map(torch.equal, before, _in_evaluation(fresh))):
             return False  # it would change weights before a step
-        one, other = (make_optimizer(kind, _probes(shapes), arguments) for _ in range(2))
-        _stepped(one)
-        use_weights(one, evaluation=True)
+        source, other = (make_optimizer(kind, _probes(shapes), arguments) for _ in range(2))
+        _stepped(source)
+        use_weights(source, evaluation=True)
         _step(other, 0, 1.0)
-        if _kept(one) != _kept(other):
+        if _kept(source) != _kept(other):
             return False
-        _copy(one, other)
+        _copy(source, other)
         use_weights(other, evaluation=True)
-        for mine, parameter in zip(_values(one), _values(other), strict=True):
+        for mine, parameter in zip(_values(source), _values(other), strict=True):
             parameter.copy_(mine)
-        for optimizer in (one, other):
+        for optimizer in (source, other):
             use_weights(optimizer, evaluation=False)
-        return all(map(torch.equal, _values(one), _values(other)))
+        return all(map(torch.equal, _values(source), _values(other)))
     except Exception:  # a class may raise anything, such as where it has made no step
         return False
 
 
-def _copy(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
-    """Give ``other`` the numbers and the state of ``one``, as a checkpoint would; no flags, which say its weights."""
-    for mine, group in zip(one.param_groups, other.param_groups, strict=True):
+def _copy(source: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """Give ``other`` the numbers and the state of ``source``, as a checkpoint would; no flags: they say its weights."""
+    for mine, group in zip(source.param_groups, other.param_groups, strict=True):
         group.update({key: value for key, value in mine.items() if key != "params" and not isinstance(value, bool)})
-    for (_, mine), (_, state) in zip(_states(one), _states(other), strict=True):
+    for (_, mine), (_, state) in zip(_states(source), _states(other), strict=True):
         for from_it, to in zip(kept_in(mine), list(kept_in(state)), strict=True):
             if isinstance(to.value, torch.Tensor):
                 to.value.copy_(from_it.value)
@@ -457,7 +461,7 @@ def _copy(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
 def _in_evaluation(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The weights of evaluation; afterwards the parameters have the weights of training again."""
     use_weights(optimizer, evaluation=True)
-    values = [each.clone() for each in _values(optimizer)]
+    values = [value.clone() for value in _values(optimizer)]
     use_weights(optimizer, evaluation=False)
     return values
 
@@ -474,7 +478,7 @@ def _step(optimizer: torch.optim.Optimizer, step: int, scale: float) -> None:
 
 def _kept(optimizer: torch.optim.Optimizer) -> list[tuple[int, str]]:
     """The number of a parameter, and the name of what is kept of it, for all that a checkpoint would hold."""
-    return [(number, each.name) for number, (_, state) in enumerate(_states(optimizer)) for each in kept_in(state)]
+    return [(number, kept.name) for number, (_, state) in enumerate(_states(optimizer)) for kept in kept_in(state)]
 
 
 def _gradient(parameter: torch.Tensor, step: int, scale: float) -> torch.Tensor:

@@ -12,7 +12,7 @@ _LEAST_NORM = 1e-3  # taken for rows of weights with less, so that zeros can gro
 
 @torch.no_grad()
 def clip(parameters: Sequence[nn.Parameter], settings: OptimizerSettings) -> None:
-    """Clip the gradients of ``parameters``, whole ones for ``settings.clip_ratio``.
+    """Clip the gradients of ``parameters``, which are whole for ``settings.clip_ratio``.
 
     ``clip_ratio`` is adaptive gradient clipping (Brock and others, 2021, "High-performance large-scale image
     recognition without normalization", equation 3): the norm of a row of a gradient is at most that part of the norm of
@@ -25,8 +25,8 @@ def clip(parameters: Sequence[nn.Parameter], settings: OptimizerSettings) -> Non
             parameter.grad.clamp_(-settings.clip_value, settings.clip_value)
         if settings.clip_ratio:
             largest = _norms_of_rows(parameter).clamp(min=_LEAST_NORM) * settings.clip_ratio
-            found = _norms_of_rows(parameter.grad)
-            parameter.grad.mul_((largest / found.clamp(min=torch.finfo(found.dtype).tiny)).clamp(max=1.0))
+            norms = _norms_of_rows(parameter.grad)
+            parameter.grad.mul_((largest / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0))
 
 
 def _norms_of_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ def state_copies(settings: OptimizerSettings) -> float:
 
 
 def update_copies(settings: OptimizerSettings, device: str) -> tuple[int, int]:
-    """Temporary tensors of an update on ``device`` "cpu" or "cuda": copies of a parameter, and of the one before it.
+    """Temporary tensors of an update on ``device`` "cpu" or "cuda": copies of a parameter and its predecessor.
 
     On a CPU torch updates parameters one after the other (``_single_tensor_adam``). AdamW allocates the root of the
     second moment and a quotient of it, while a variable still holds the previous parameter's quotient; SGD allocates
@@ -84,7 +84,9 @@ def state_of_parameters(settings: OptimizerSettings, graph: Callable[[], Graph])
 
 def flops_of_parameters(settings: OptimizerSettings, graph: Callable[[], Graph]) -> OfParameter | None:
     """The FLOPs of the matrix products of an update of a parameter; None for an optimizer without any that is known."""
-    if not any(each in (MUON, _MUON_CLASS) for each in (settings.optimizer, *(g.optimizer for g in settings.groups))):
+    if not any(
+        optimizer in (MUON, _MUON_CLASS) for optimizer in (settings.optimizer, *(g.optimizer for g in settings.groups))
+    ):
         return None
     rule_of = _rules(settings, graph)
 

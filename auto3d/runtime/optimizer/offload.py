@@ -56,7 +56,7 @@ def offloaded(
 
 
 def updated_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Each parameter that ``optimizer`` updates, and the one that its state belongs to: itself, or its copy."""
+    """Each parameter that ``optimizer`` updates, and the parameter that its state belongs to: itself, or its copy."""
     on_device: Mapping[int, nn.Parameter] = getattr(optimizer, _ON_DEVICE, {})
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         yield on_device.get(id(parameter), parameter), parameter

@@ -38,10 +38,10 @@ class NumbersRead(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _READ:
             return self._read(args[0])
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        real = [each for each in tensors if not each.is_meta]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        real = [tensor for tensor in tensors if not tensor.is_meta]
         if len(real) < len(tensors) and (
-            any(each.dim() for each in real) or (func._schema.is_mutable and not tensors[0].is_meta)
+            any(tensor.dim() for tensor in real) or (func._schema.is_mutable and not tensors[0].is_meta)
         ):
             raise RuntimeError(f"{func}: it computes with tensors of several parameters, which are on several ranks")
         return func(*args, **(kwargs or {}))
@@ -76,7 +76,7 @@ class AllParameters:
 
         def step(optimizer: torch.optim.Optimizer) -> None:
             parameters = group["params"]
-            have = [float(each.grad is not None) for each in parameters]
+            have = [float(parameter.grad is not None) for parameter in parameters]
             for parameter, has in zip(parameters, self._totals.largest(have, _WHICH), strict=True):
                 if parameter.is_meta:
                     parameter.grad = torch.empty_like(parameter) if has else None

@@ -28,7 +28,7 @@ from auto3d.runtime.weights.shard import WeightShard
 _SIZES = (3, 5, 131, 137)  # sizes of a measured parameter's dimensions; all different, and large enough to be factored
 _LARGE = (256, 256)  # shape of a parameter whose state a class may pack
 _LARGEST = 2**22  # elements of the largest parameter that is tried for the size of a packed state, where fewer tell
-_BLOCK = 2048  # a multiple of the blocks of values that have a scale each
+_BLOCK = 2048  # a multiple of the blocks of values that share a scale
 _NUMBERS = "auto3d_numbers"  # attribute of an optimizer: its state that it keeps as numbers, as tensors for checkpoints
 _COUNTS = "auto3d_counts"  # attribute of an optimizer: its ``Traits.counts``
 
@@ -59,7 +59,7 @@ def measured_state_elements(settings: OptimizerSettings) -> Callable[[Sequence[i
         if max(1, dimensions) not in traits_of(settings).dimensions:
             return []  # it cannot update such a parameter, and a plan that would let it is refused
         shape = _SIZES[len(_SIZES) - dimensions :]
-        return [_extent(each, shape) for each in stepped(shape)]
+        return [_extent(tensor, shape) for tensor in stepped(shape)]
 
     def stepped(shape: Sequence[int]) -> list[torch.Tensor]:
         """The state of a parameter of ``shape`` after a step."""
@@ -67,20 +67,20 @@ def measured_state_elements(settings: OptimizerSettings) -> Callable[[Sequence[i
         parameter.grad = torch.ones(shape)
         optimizer = make_optimizer(kind, [parameter], arguments)
         optimizer.step()
-        values = [each.value for each in kept_in(optimizer.state[parameter])]
-        return [each for each in values if isinstance(each, torch.Tensor) and each.dim()]
+        values = [entry.value for entry in kept_in(optimizer.state[parameter])]
+        return [value for value in values if isinstance(value, torch.Tensor) and value.dim()]
 
     @cache
     def without_values(shape: tuple[int, ...]) -> float:
         """What a class keeps that has squares of a dimension, which it may leave out where that is large."""
         with FakeTensorMode():
-            return sum(each.nbytes for each in stepped(shape)) / 4
+            return sum(tensor.nbytes for tensor in stepped(shape)) / 4
 
     @cache
     @trying()
     def with_values(shape: tuple[int, ...]) -> float:
         """The size of a state that has tensors made of others."""
-        return sum(part.nbytes for each in stepped(shape) for part in parts_of(each)) / 4
+        return sum(part.nbytes for tensor in stepped(shape) for part in parts_of(tensor)) / 4
 
     def packed(rows: int, *others: int) -> float:
         """The same, which grows with rows; of many, by fewer whose values divide into blocks as well as all do."""
@@ -89,7 +89,7 @@ def measured_state_elements(settings: OptimizerSettings) -> Callable[[Sequence[i
         few -= (few - rows) % period
         if few < 2 * period or few >= rows:
             return with_values((rows, *others))
-        of_few, of_fewer = (with_values((each, *others)) for each in (few, few - period))
+        of_few, of_fewer = (with_values((count, *others)) for count in (few, few - period))
         return of_few + (of_few - of_fewer) * (rows - few) / period
 
     @cache
@@ -104,11 +104,11 @@ def measured_state_elements(settings: OptimizerSettings) -> Callable[[Sequence[i
         dimensions = min(len(shape), len(_SIZES))
         if dimensions not in kept:
             kept[dimensions] = measure(dimensions)
-        if any(len(set(each)) < len(each) for each, _ in kept[dimensions]):
+        if any(len(set(extent)) < len(extent) for extent, _ in kept[dimensions]):
             with suppress(Exception):  # a class may need values
                 return without_values(tuple(shape))
         merged = (prod(shape[: len(shape) - dimensions + 1]), *shape[len(shape) - dimensions + 1 :]) if shape else ()
-        return sum(size * prod(merged[dimension] for dimension in each) for each, size in kept[dimensions])
+        return sum(size * prod(merged[dimension] for dimension in extent) for extent, size in kept[dimensions])
 
     return elements
 
@@ -122,7 +122,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _extent(tensor: torch.Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], float]:
-    """The dimensions of a parameter of ``shape`` that ``tensor`` has, and the elements of float32 for each of them.
+    """The dimensions of a parameter of ``shape`` that ``tensor`` has, and the float32 elements per element of these.
 
     Scales of blocks have none of its dimensions: they grow with all of it.
     """
@@ -150,7 +150,7 @@ def begins_with_zeros(optimizer: torch.optim.Optimizer) -> bool:
 def make_state(optimizer: torch.optim.Optimizer) -> None:
     """Allocate the state that ``optimizer`` would allocate at its first step, before activations take memory.
 
-    A plan that does not fit then fails at once, and a CPU's heap has no long-lived blocks between short-lived ones.
+    A plan that does not fit then fails at once, and a CPU's heap has no long-lived blocks between short-lived blocks.
     Adam, AdamW and SGD only: the first state of others is unknown, so it comes with their first step.
     """
     for group in optimizer.param_groups:
@@ -202,7 +202,7 @@ def state_tensors(
     Numbers become tensors of no dimensions, which the optimizer's next step reads. Those of a parameter group, which
     steps change for all parameters alike, are state of each of its parameters: another plan groups others together.
     """
-    updated = {id(original): one for original, one in updated_parameters(optimizer)}
+    updated = {id(original): updated_parameter for original, updated_parameter in updated_parameters(optimizer)}
     for name, parameter in parameters.items():
         if id(parameter) in updated:
             for key, tensor in _tensors_of(optimizer, updated[id(parameter)]):
@@ -230,8 +230,8 @@ def _tensors_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> It
     for key in getattr(optimizer, _COUNTS, ()):
         place = place_of(optimizer, key)
         yield f"group.{key}", _as_tensor(optimizer, place, key)
-    for each in list(kept_in(optimizer.state.get(parameter, {}))):
-        yield each.name, _as_tensor(optimizer, each.place, each.key)
+    for kept in list(kept_in(optimizer.state.get(parameter, {}))):
+        yield kept.name, _as_tensor(optimizer, kept.place, kept.key)
 
 
 def _as_tensor(optimizer: torch.optim.Optimizer, place: Any, key: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ SYSFS = Path("/sys")
 def bind_to_cores_near(device: torch.device, ranks_here: int) -> None:
     """Bind this process to cores near its GPU ``device``. This initialises CUDA.
 
-    One process has forked ``ranks_here`` ranks, this one included. They divide that process's cores, and use its first
+    One process has forked ``ranks_here`` ranks, this rank included. They divide that process's cores, and use its first
     GPUs, one each. Threads that this process has already started keep their binding.
     """
     devices = range(ranks_here) if device.index < ranks_here <= torch.cuda.device_count() else [device.index]

@@ -99,7 +99,7 @@ def join(world: World, *, device: torch.device, timeout_s: float, collectives_on
         bind_to_cores_near(device, world.ranks_here)
         torch.cuda.set_device(device)
     with _meeting(world):
-        # No device_id: with one, NCCL would share a communicator between groups and so order their messages.
+        # No device_id: with it, NCCL would share a communicator between groups and so order their messages.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if collectives_on_device and device.type == "cuda" else "gloo",
             init_method=world.meeting_point,
@@ -107,7 +107,7 @@ def join(world: World, *, device: torch.device, timeout_s: float, collectives_on
             world_size=world.size,
             timeout=_timeout(),
         )
-    THIS_RANK.hosts = [one.host for one in gather_rank_devices(RankDevice.of_this_rank(device))]
+    THIS_RANK.hosts = [rank_device.host for rank_device in gather_rank_devices(RankDevice.of_this_rank(device))]
 
 
 def new_group(

@@ -1,4 +1,4 @@
-"""The distinct subgraphs of a model: equal ones, such as the layers of a transformer, are profiled once."""
+"""The distinct subgraphs of a model: equal subgraphs, such as the layers of a transformer, are profiled once."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -17,11 +17,11 @@ from auto3d.share import WHOLE, Share
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSubgraphs:
-    """The subgraphs of a model at one micro-batch size, as a rank runs them, with equal ones merged."""
+    """The subgraphs of a model at one micro-batch size, as a rank runs them, with equal subgraphs merged."""
 
     captured: CapturedModel  # the program of ``derived``, if that is there
     derived: Derived | None  # None: a rank runs all of the model
-    distinct: tuple[Stage, ...]  # one for each kind of subgraph
+    distinct: tuple[Stage, ...]  # a subgraph of each kind
     kinds: tuple[int, ...]  # by subgraph, in the order of the model: its index in ``distinct``
 
     @property
@@ -46,7 +46,7 @@ def distinct_subgraphs(
 
 
 def distinct_stages(captured: CapturedModel, stages: Iterable[Stage]) -> ModelSubgraphs:
-    """``stages`` of the whole model, which may overlap, with equal ones merged as by ``distinct_subgraphs``."""
+    """``stages`` of the whole model, which may overlap, with equal stages merged as by ``distinct_subgraphs``."""
     return _distinct(captured, stages, None)
 
 
@@ -88,5 +88,5 @@ def _signature(captured: CapturedModel, stage: Stage) -> tuple:
         if node.name in inside or (node.target is operator.getitem and node.args[0].name in inside):
             operations.append((str(node.target), repr(fx.map_arg((node.args, node.kwargs), numbered))))
             numbers.setdefault(node, len(numbers))
-    sent = [sorted(numbers[node] for node in numbers if node.name == one.value.name) for one in stage.sent]
+    sent = [sorted(numbers[node] for node in numbers if node.name == transfer.value.name) for transfer in stage.sent]
     return *operations, str(sent), stage.has_loss

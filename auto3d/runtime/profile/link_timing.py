@@ -32,7 +32,7 @@ SHARED_SIZES = tuple(8**power for power in range(4, 9))  # bytes of the whole te
 
 
 class ProfiledRanks:
-    """The joined ranks of a profile, seen from one of them. Every rank makes the same calls in the same order."""
+    """The joined ranks of a profile, seen from one rank. Every rank makes the same calls in the same order."""
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world, self.device = world, device
@@ -90,9 +90,9 @@ def time_collectives(ranks: ProfiledRanks, sizes: Mapping[Collective, Collection
             groups.append(ProcessTensorGroup(group, among, run_ahead=run_ahead))
 
     def times(collective: Collective, usual: Collection[int]) -> CollectiveTimes:
-        each = tuple(sorted({*usual, *sizes.get(collective, ())}))
-        rows = [_seconds_of_each(ranks, members, groups, run_ahead, collective, each) for members in counts]
-        return CollectiveTimes(ranks=counts, sizes=each, seconds=tuple(rows))
+        all_sizes = tuple(sorted({*usual, *sizes.get(collective, ())}))
+        rows = [_seconds_of_each(ranks, members, groups, run_ahead, collective, all_sizes) for members in counts]
+        return CollectiveTimes(ranks=counts, sizes=all_sizes, seconds=tuple(rows))
 
     return NodeCollectives(
         all_reduce=times(Collective.ALL_REDUCE, ALL_REDUCE_SIZES),
@@ -115,7 +115,7 @@ def _seconds_of_each(
     with the tensor in their caches.
     """
     ours = next((group for group in groups if group.shards == members), None)
-    found = []
+    seconds = []
     square = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, device=ranks.device)
     for size in sizes:
         content = torch.zeros((members, -(-size // 4 // members)), device=ranks.device)
@@ -126,8 +126,8 @@ def _seconds_of_each(
                 _ = square @ square
                 times.append(time_communication(partial(_run, ours, collective, content, size), ranks.clock))
                 run_ahead.catch_up()
-        found.append(ranks.of_rank_0(median(times[1:] or [0.0])))
-    return tuple(found)
+        seconds.append(ranks.of_rank_0(median(times[1:] or [0.0])))
+    return tuple(seconds)
 
 
 def _run(group: ProcessTensorGroup, collective: Collective, content: torch.Tensor, size: int) -> None:

@@ -52,7 +52,7 @@ LOAD_S = 0.4  # seconds in each round during which ranks compute at the same tim
 class MachineTimes:
     """The measured part of a profile (auto3d.cost.profile.Profile)."""
 
-    sizes: tuple[ModelTimes, ...]  # one for each micro-batch size and way of tensor parallelism
+    sizes: tuple[ModelTimes, ...]  # an entry for each micro-batch size and way of tensor parallelism
     slowdown: tuple[float, ...]  # slowdown[n - 1]: how much longer a rank computes while n ranks do
     messages: MessageTimes | None  # None on a single rank
     collectives: NodeCollectives | None  # None on a single rank
@@ -96,7 +96,7 @@ def measure(
 
 @dataclass(frozen=True, kw_only=True)
 class NamedStages:
-    """Candidate stages of a model at one micro-batch size, with equal ones merged."""
+    """Candidate stages of a model at one micro-batch size, with equal stages merged."""
 
     names: tuple[str, ...]
     model: ModelSubgraphs  # its kinds have these ``names``
@@ -116,9 +116,9 @@ def measure_stages(
     ``report`` is called STAGE_ROUNDS times for each distinct stage.
     """
     device = start_rank(settings, world)
-    models, ranks = [each.model for each in sizes], ProfiledRanks(world, device)
+    models, ranks = [size.model for size in sizes], ProfiledRanks(world, device)
     profiler = _Profiler(models, settings, data, ranks, seed, report)
-    return tuple(profiler.candidate_times(each) for each in sizes)
+    return tuple(profiler.candidate_times(size) for size in sizes)
 
 
 _Key = tuple[str, Shard | None]  # name of a parameter or buffer, and the shard of it; None: all of it
@@ -153,7 +153,7 @@ class _Profiler:
         self._trained = {name: tensor for name, tensor in whole.items() if isinstance(tensor, nn.Parameter)}
 
     def _make_state(self, model: ModelSubgraphs) -> None:
-        """Make the parameters and buffers that ``model`` uses and that no other one has in common with it."""
+        """Make the parameters and buffers that ``model`` uses and that no other model has in common with it."""
         constants, trained = model.captured.exported.constants, model.captured.graph.trained
         needed = {_key(name, model) for stage in model.distinct for name in stage.state if name not in constants}
         missing = dict(needed - self._state.keys())
@@ -175,12 +175,12 @@ class _Profiler:
         whole, split = self._runs(model), self._runs(model, split=True)
         rounds: list[list[list[Seconds]]] = [[] for _ in whole]
         for _ in range(ROUNDS):
-            for kind, (one, other) in enumerate(zip(whole, split, strict=True)):
+            for kind, (whole_run, split_run) in enumerate(zip(whole, split, strict=True)):
                 if self._is_first:
-                    rounds[kind].append(time_subgraph(one, other, self._ranks.clock))
+                    rounds[kind].append(time_subgraph(whole_run, split_run, self._ranks.clock))
                 self._ranks.barrier()
                 degree = f", tp {model.share.tp}" if model.share.tp > 1 else ""
-                self._report(f"micro-batch of {one.samples}{degree}: {one.name}")
+                self._report(f"micro-batch of {whole_run.samples}{degree}: {whole_run.name}")
         return ModelTimes(
             micro_batch_size=model.captured.graph.micro_batch_size,
             graph=model.captured.graph.fingerprint,
@@ -235,8 +235,8 @@ class _Profiler:
         sizes: dict[Collective, set[int]] = {}
         for model in self._models:
             for local in () if model.derived is None else local_graphs(model.derived):
-                for one in exchanges_of(local, 1.0):
-                    sizes.setdefault(one.collective, set()).add(int(one.size))
+                for exchange in exchanges_of(local, 1.0):
+                    sizes.setdefault(exchange.collective, set()).add(int(exchange.size))
         times = time_collectives(self._ranks, sizes)
         self._report("collectives")
         return times

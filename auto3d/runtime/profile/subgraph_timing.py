@@ -27,10 +27,10 @@ Seconds = tuple[float, float, float]  # one repetition's forward, backward and w
 
 
 def time_subgraph(whole: "SubgraphRun", split: "SubgraphRun", clock: Clock) -> list[Seconds]:
-    """Times of one round of repetitions, after an unmeasured one; ``split`` is the same subgraph with split backward.
+    """Times of one round of repetitions, after an unmeasured round; ``split`` is the same subgraph with split backward.
 
     On a GPU many repetitions are queued, with events between their parts, and then waited for together. All run on one
-    stream, so each reuses the memory that the one before it freed.
+    stream, so each repetition reuses the memory that the previous repetition freed.
     """
     parts = (whole.forward,), (whole.backward,), (split.forward, split.backward_input), (split.backward_weight,)
     return [(forward, backward, weight) for forward, backward, _, weight in _times(parts, clock)]
@@ -42,7 +42,7 @@ def time_passes(whole: "SubgraphRun", clock: Clock) -> list[tuple[float, float]]
 
 
 def _times(parts: Sequence[Sequence[Callable[[], None]]], clock: Clock) -> list[list[float]]:
-    """The seconds of each of ``parts``, one after the other, in each repetition."""
+    """The seconds of every part in ``parts``, run in turn, in each repetition."""
     _marked(parts, clock)
     deadline = perf_counter() + ROUND_S
     times: list[list[float]] = []
@@ -124,7 +124,7 @@ class SubgraphRun:
         if device.type == "cuda":  # queued repetitions must not wait for the host
             pinned = {name: value.pin_memory() for name, value in self._load().items()}
             self._load = lambda: pinned
-        self._received = {one.value.name: _made_up(one.value, device) for one in stage.received}
+        self._received = {transfer.value.name: _made_up(transfer.value, device) for transfer in stage.received}
         sent = [graph.value(name) for name in self._module.sent]
         self._gradients = {value.name: [_made_up(value, device)] for value in sent if value.differentiable}
 
@@ -161,7 +161,7 @@ class SubgraphRun:
 
 def subgraph_times(run: SubgraphRun, rounds: Sequence[Sequence[Seconds]]) -> SubgraphTimes:
     """The times of ``run``: each the median of the round in which that median is smallest; 0 if there are no rounds."""
-    medians = [[median(each) for each in zip(*times, strict=True)] for times in rounds]
+    medians = [[median(seconds) for seconds in zip(*times, strict=True)] for times in rounds]
     forward, backward, weight = map(min, zip(*medians, strict=True)) if medians else (0.0, 0.0, 0.0)
     return SubgraphTimes(
         name=run.name,
@@ -175,7 +175,7 @@ def subgraph_times(run: SubgraphRun, rounds: Sequence[Sequence[Seconds]]) -> Sub
 
 def fastest_round(rounds: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float]:
     """Seconds of forward and backward, as in ``subgraph_times``; 0 if there are no rounds."""
-    medians = [[median(each) for each in zip(*times, strict=True)] for times in rounds]
+    medians = [[median(seconds) for seconds in zip(*times, strict=True)] for times in rounds]
     forward, backward = map(min, zip(*medians, strict=True)) if medians else (0.0, 0.0)
     return forward, backward
 

@@ -45,12 +45,12 @@ def time_sums(ranks: ProfiledRanks, compute: Sequence[Callable[[], None]]) -> Su
     def least(parts: Sequence[Callable[[], None]], buffer: torch.Tensor | None = None) -> float:
         return min(once(parts, buffer) for _ in range(REPETITIONS))
 
-    each = [least([part]) for part in compute]
+    part_seconds = [least([part]) for part in compute]
     seconds, lost = [], []
     for size in SUM_SIZES:
         buffer = torch.zeros(size // 4, device=ranks.device)
         seconds.append(least([], buffer))
-        count = next(n for n, time in enumerate(accumulate(cycle(each)), 1) if time >= LONGER * seconds[-1])
+        count = next(n for n, time in enumerate(accumulate(cycle(part_seconds)), 1) if time >= LONGER * seconds[-1])
         parts = list(islice(cycle(compute), count))
         pairs = [(once(parts, None), once(parts, buffer)) for _ in range(REPETITIONS)]
         alone, beside = map(min, zip(*pairs, strict=True))

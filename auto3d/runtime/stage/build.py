@@ -38,7 +38,7 @@ def build_stage(
     loss_scale: LossScale | None = None,
     compile: bool = False,
 ) -> StageModule:
-    """The stage that has one of ``programs``, or one for each slice of the sequence.
+    """The stage that has a single program in ``programs``, or a program for each slice of the sequence.
 
     ``tensors`` has its state by name; the parameters collect gradients in their ``.grad``, with ``old_weights`` in the
     one that exists now. Those of the ``terms`` of the loss that the stage computes are weighted by their number of

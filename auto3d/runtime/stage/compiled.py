@@ -2,7 +2,7 @@
 
 A random operator seeds its generator first, a collective waits for other ranks, a split backward leaves work for later,
 and a user's autograd Function may run any code: these stay between pieces that inductor compiles. Pieces have static
-shapes, so none is compiled again after the warm-up. Equal pieces, such as those of a model's blocks, share their code.
+shapes, so none is compiled again after the warm-up. Equal pieces, such as a model's blocks, share their code.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def compiled(module: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A ``piece``; equal ``text`` means that another one computes the same of inputs of the same sizes and layouts."""
+    """A ``piece``; pieces of equal ``text`` compute the same of inputs of the same sizes and layouts."""
 
     text: str
     piece: fx.GraphModule = field(compare=False)

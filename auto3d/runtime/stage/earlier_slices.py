@@ -1,7 +1,7 @@
 """What a stage keeps of the slices of a micro-batch: keys and values of attention, for the slices after them.
 
-A slice's attention joins its own keys and values with those of earlier slices. In the backward, which comes to the last
-slice first, it adds to the gradients of the earlier ones.
+A slice's attention joins its own keys and values with the keys and values of earlier slices. In the backward, which
+comes to the last slice first, it adds to the gradients of the earlier slices.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ class EarlierSlices:
     """Keys and values by their name, of the micro-batches in flight on one stage, and gradients that wait for them."""
 
     def __init__(self) -> None:
-        self.micro_batch = 0  # the one whose slice runs
+        self.micro_batch = 0  # the micro-batch whose slice runs
         self._values: defaultdict[int, dict[str, list[torch.Tensor]]] = defaultdict(dict)
         self._gradients: defaultdict[int, dict[tuple[str, int], torch.Tensor]] = defaultdict(dict)
 
@@ -41,7 +41,7 @@ class EarlierSlices:
         return torch.cat(self._values[self.micro_batch][name][: number + 1], dim)
 
     def sum_gradients(self, name: str, dim: int, number: int, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient of the value of slice ``number``, given that of the values up to it in that slice's attention.
+        """The gradient of the value of slice ``number``, from ``gradient``: of the values up to it in its attention.
 
         Earlier slices get their parts of it when their backwards come. The value itself is kept no longer.
         """
@@ -75,7 +75,7 @@ class _Join(torch.autograd.Function):
 
 
 class JoinedWithEarlier(nn.Module):
-    """Joins the keys, or the values, of slice ``number`` with those of earlier slices."""
+    """Joins the keys, or the values, of slice ``number`` with the keys or values of earlier slices."""
 
     def __init__(self, slices: EarlierSlices, name: str, number: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class JoinedWithEarlier(nn.Module):
 class AttentionToEarlier(nn.Module):
     """Attention to joined keys and values, of which its backward keeps only that they can be joined again.
 
-    Each slice's own ones are kept for later slices anyway, and joined ones of all slices would take several times
+    Each slice's own keys are kept for later slices anyway, and joined keys of all slices would take several times
     their memory.
     """
 
@@ -134,8 +134,8 @@ class SliceOfStage:
             return JoinedWithEarlier(self.slices, node.name, self.number)
         if node.target is ATTENTION:
             keys_and_values = args_of(node)[1:3]
-            if all(each.target is WITH_EARLIER for each in keys_and_values):
-                names = [(each.name, int(args_of(each)[1])) for each in keys_and_values]
+            if all(operand.target is WITH_EARLIER for operand in keys_and_values):
+                names = [(operand.name, int(args_of(operand)[1])) for operand in keys_and_values]
                 return AttentionToEarlier(self.slices, names, self.number)
         return None if self.of_shard is None else self.of_shard.module_of(node, number, randomness)
 

@@ -61,7 +61,9 @@ class _Gradients:
 
     def take(self, name: str) -> torch.Tensor | None:
         """The gradient of the value ``name``, which is then forgotten; None if it has none."""
-        given = [each if isinstance(each, torch.Tensor) else each() for each in self._given.pop(name, ())]
+        given = [
+            gradient if isinstance(gradient, torch.Tensor) else gradient() for gradient in self._given.pop(name, ())
+        ]
         return sum(given[1:], start=given[0]) if given else None
 
 
@@ -179,22 +181,27 @@ class HalvesComputation:
             return _RunnablePiece(module=module, state=state, takes=takes, gives=turn.segment.gives)
 
         all_turns = turns(captured, divided, rank.model.half_of)
-        made = [{id(turn): runnable(turn) for turn in each.forward} for each in all_turns]
-        forward = [list(each.values()) for each in made]
+        made = [{id(turn): runnable(turn) for turn in segment_turns.forward} for segment_turns in all_turns]
+        forward = [list(runnables.values()) for runnables in made]
         sent = (transfer.value.name for transfer in stage.sent)
         self._gives = list(dict.fromkeys([*([captured.graph.loss] if stage.has_loss else []), *sent]))
         held = set(self._gives)
-        held.update(name for each in all_turns if not each.segment.kept for name in each.segment.takes)
-        unused = _unused([turn for each in forward for turn in each], held)
+        held.update(
+            name
+            for segment_turns in all_turns
+            if not segment_turns.segment.kept
+            for name in segment_turns.segment.takes
+        )
+        unused = _unused([turn for segment_forward in forward for turn in segment_forward], held)
         self._segments = []
-        for each, runnables, turns_forward in zip(all_turns, made, forward, strict=True):
+        for segment_turns, runnables, turns_forward in zip(all_turns, made, forward, strict=True):
             count = len(turns_forward)
             self._segments.append(
                 _RunnableSegment(
-                    kept=each.segment.kept,
-                    takes=each.segment.takes,
+                    kept=segment_turns.segment.kept,
+                    takes=segment_turns.segment.takes,
                     forward=turns_forward,
-                    backward=[runnables[id(turn)] for turn in each.backward],
+                    backward=[runnables[id(turn)] for turn in segment_turns.backward],
                     unused=unused[:count],
                     unused_again=_unused(turns_forward, set()),
                 )
@@ -218,7 +225,7 @@ class HalvesComputation:
 
     def backward(self, micro_batch: int, gradients: Gradients, *, defer_weights: bool) -> dict[str, torch.Tensor]:
         """It goes from the last segment to the first. If ``recompute`` was not called before, it recomputes each
-        segment only when the activations of the later ones have been freed.
+        segment only when the activations of the later segments have been freed.
         """
         in_flight = self._in_flight[micro_batch]
         given = in_flight.gradients
@@ -296,7 +303,7 @@ def _backward_of(made: Sequence[tuple[str, GradientEdge]], gradients: _Gradients
 
 
 def _unused(forward: Sequence[_RunnableTurn], held: Collection[str]) -> list[list[str]]:
-    """For each of the turns ``forward``, the values that no later one takes; those in ``held`` stay."""
+    """For each of the turns ``forward``, the values that no later turn takes; those in ``held`` stay."""
     last = {name: number for number, turn in enumerate(forward) for name in (*turn.gives, *turn.takes)}
     unused: list[list[str]] = [[] for _ in forward]
     for name, number in last.items():

@@ -43,7 +43,7 @@ class Computation(Protocol):
 
 
 class StageModule:
-    """Runs one stage, one micro-batch at a time, by its ``computations``: one, or one for each slice of the sequence.
+    """Runs one stage, one micro-batch at a time, by its ``computations``: as many as slices of the sequence.
 
     Each micro-batch sees the version of the parameters that ``weights`` has for it. It has a ``loss`` if the stage
     computes that: its value times ``loss_weight``, so that the sum over the micro-batches of an update and over
@@ -127,8 +127,8 @@ class StageModule:
         """Compute the gradients that the backward of ``micro_batch`` deferred; then the micro-batch is done."""
         if work := self._weight_work.pop(micro_batch, None):
             with torch.no_grad():
-                for each in work:
-                    each()
+                for compute in work:
+                    compute()
         self.weights.end(micro_batch // self._slices)
 
     def _at(self, micro_batch: int) -> tuple[int, Computation]:

@@ -82,8 +82,10 @@ class _Numbers(fx.Interpreter):
         """The module's arguments of whole numbers from which ``node`` is computed."""
         seen, pending = dict[fx.Node, None](), [node]
         while pending:
-            each = pending.pop()
-            if each not in seen:
-                seen[each] = None
-                pending += each.all_input_nodes
-        return [each for each in seen if each.op == "placeholder" and not self.env[each].is_floating_point()]
+            current = pending.pop()
+            if current not in seen:
+                seen[current] = None
+                pending += current.all_input_nodes
+        return [
+            argument for argument in seen if argument.op == "placeholder" and not self.env[argument].is_floating_point()
+        ]

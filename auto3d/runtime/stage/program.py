@@ -39,7 +39,7 @@ class DerivedProgram(Protocol):
 
 @dataclass(frozen=True)
 class ProgramOfStage:
-    """A ``stage`` of the program ``captured``; ``derived`` runs the operators of one that is derived from a model."""
+    """A ``stage`` of the program ``captured``; ``derived`` runs the operators of a derived program."""
 
     stage: Stage
     captured: CapturedModel
@@ -140,7 +140,7 @@ def segment_program(
         elif is_random(node):
             modules[node.name] = SeededOperation(node.target, number, randomness)
         elif deferred is not None:
-            learned = trained | {each for each, parameter in parameters.items() if parameter in trained}
+            learned = trained | {low_copy for low_copy, parameter in parameters.items() if parameter in trained}
             if (split := split_operation(copy, learned, parameters, deferred)) is not None:
                 modules[node.name] = split
         run = modules.get(node.name, node.target)

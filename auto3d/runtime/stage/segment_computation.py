@@ -114,7 +114,7 @@ class SegmentComputation:
         users = Counter(name for segment in divided for name in {*segment.state, *segment.takes})
         self._common_weights = [n for n, count in users.items() if count > 1 and n in graph.trained]
         # Without segments, autograd adds the gradients of all uses of a tensor in one fixed order. Gradients of uses in
-        # several segments are therefore added one by one in that order; otherwise recomputation would change rounding.
+        # several segments are therefore added in that order; otherwise recomputation would change rounding.
         per_use = {*self._common_weights, *(name for segment in divided for name in segment.takes)}
         if len(divided) == 1:
             per_use = set()
@@ -158,7 +158,7 @@ class SegmentComputation:
 
     def backward(self, micro_batch: int, gradients: Gradients, *, defer_weights: bool) -> dict[str, torch.Tensor]:
         """It goes from the last segment to the first. If ``recompute`` was not called before, it recomputes each
-        segment only when the activations of the later ones have been freed.
+        segment only when the activations of the later segments have been freed.
         """
         in_flight = self._in_flight[micro_batch]
         for name in self._between:

@@ -121,7 +121,7 @@ def check_against_eager(captured: CapturedModel, data: DataSettings, *, seed: in
 
 
 def _check_same_parameters(captured: CapturedModel, model: nn.Module, eager: Computed) -> None:
-    """Raise CaptureError if only one of the two gives a parameter a gradient: only there would it be trained."""
+    """Raise CaptureError if only the program or only the module gives a parameter a gradient."""
     for name, gradient in eager.gradients.items():
         if (gradient is not None) != (name in captured.graph.trained):
             where = ("captured program", "eager module")
@@ -183,7 +183,7 @@ def autocast(captured: CapturedModel, device: torch.device) -> AbstractContextMa
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The output that a capture takes as the loss: the one called ``loss``, otherwise the first scalar."""
+    """The output that a capture takes as the loss: the output called ``loss``, otherwise the first scalar."""
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     leaves = tree_leaves(output) if named is None else [named]
     return next(

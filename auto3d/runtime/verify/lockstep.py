@@ -1,4 +1,4 @@
-"""All ranks of a tensor-parallel group in one process: threads of which only one computes at a time.
+"""All ranks of a tensor-parallel group in one process: threads that compute one at a time.
 
 They take turns where they wait for one another, so a process's random generator is never in use by two of them.
 """
@@ -27,10 +27,10 @@ class Lockstep(Generic[T]):
         self._error: BaseException | None = None
 
     def run(self, function: Callable[["LockstepGroup"], T]) -> list[T]:
-        """The results of all shards, in order. The first exception in one of them is raised here."""
+        """The results of all shards, in order. The first exception in a shard is raised here."""
         results: dict[int, T] = {}
 
-        def one(shard: int) -> None:
+        def run_shard(shard: int) -> None:
             with self._turn:
                 try:
                     with torch.autograd.set_multithreading_enabled(False):
@@ -40,7 +40,9 @@ class Lockstep(Generic[T]):
                 self._ended += 1
                 self._turn.notify_all()
 
-        for thread in [start_thread("shard", partial(one, shard), end=self._end) for shard in range(self._shards)]:
+        for thread in [
+            start_thread("shard", partial(run_shard, shard), end=self._end) for shard in range(self._shards)
+        ]:
             thread.join()
         if self._error is not None:
             raise self._error
@@ -101,7 +103,7 @@ class LockstepGroup:
 
     def reduce_scatter(self, stacked: torch.Tensor, what: str) -> Pending:
         given = self._give(stacked, f"the reduce-scatter of {what}")
-        return lambda: torch.stack([each[self.shard] for each in given()]).sum(0)
+        return lambda: torch.stack([tensor[self.shard] for tensor in given()]).sum(0)
 
     def _give(self, tensor: torch.Tensor, what: str) -> Callable[[], list[torch.Tensor]]:
         call = self._lockstep.give(self._number, self.shard, tensor, what)

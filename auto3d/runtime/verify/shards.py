@@ -1,4 +1,4 @@
-"""Compares a tensor-parallel program with the whole one: loss, gradients and buffers after one micro-batch.
+"""Compares a tensor-parallel program with the whole program: loss, gradients and buffers after one micro-batch.
 
 This finds a placement that is not what it claims, whatever rule gave it. All shards run in one process, on shards of
 the same weights and on the same data.
@@ -158,15 +158,15 @@ def _difference(model: Derived, outcomes: list[Computed], whole: Computed, wider
             continue
         placed = model.placements[name]
         kind = PlacementKind.PARTIAL if placed.kind is PlacementKind.COPIED else placed.kind
-        found = [_or_zeros(outcome.gradients[name], expected, placed, model.share.tp) for outcome in outcomes]
-        for what, value in _assembled(f"the gradient of {name}", TensorPlacement(kind, placed.split), found):
+        values = [_or_zeros(outcome.gradients[name], expected, placed, model.share.tp) for outcome in outcomes]
+        for what, value in _assembled(f"the gradient of {name}", TensorPlacement(kind, placed.split), values):
             if difference := difference_of(what, value, expected, scale, wider):
                 return difference
-        if placed.split is not None and _has_padding(found, placed):
+        if placed.split is not None and _has_padding(values, placed):
             return f"the padding of the gradient of {name} is not zero"
     for name, expected in whole.buffers.items():
-        found = [outcome.buffers[name] for outcome in outcomes]
-        for what, value in _assembled(f"the buffer {name}", model.placements[name], found):
+        values = [outcome.buffers[name] for outcome in outcomes]
+        for what, value in _assembled(f"the buffer {name}", model.placements[name], values):
             if difference := difference_of(what, value, expected, 1.0, wider):
                 return difference
     return None
@@ -176,20 +176,20 @@ def _or_zeros(gradient: torch.Tensor | None, whole: torch.Tensor, placed: Tensor
     return whole.new_zeros(placed.local_shape(whole.shape, shards)) if gradient is None else gradient
 
 
-def _has_padding(found: list[torch.Tensor], placed: TensorPlacement) -> bool:
+def _has_padding(values: list[torch.Tensor], placed: TensorPlacement) -> bool:
     """Whether a shard has something else than zeros in its padding."""
     assert placed.split is not None
-    whole = joined(found, placed.split)
-    return any(not torch.equal(Shard(placed.split, n, len(found)).of(whole), each) for n, each in enumerate(found))
+    whole = joined(values, placed.split)
+    return any(not torch.equal(Shard(placed.split, n, len(values)).of(whole), value) for n, value in enumerate(values))
 
 
-def _assembled(what: str, placed: TensorPlacement, found: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """(name, whole value) of what the shards have of one value: one for each shard that has the whole of it."""
+def _assembled(what: str, placed: TensorPlacement, values: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """(name, whole value) of what the shards have of one value: an entry for each shard that has the whole of it."""
     if placed.split is not None:
-        return [(what, joined(found, placed.split))]
+        return [(what, joined(values, placed.split))]
     if placed.kind is PlacementKind.PARTIAL:
-        return [(what, torch.stack(found).sum(0))]
-    return [(f"{what} of shard {shard}", value) for shard, value in enumerate(found)]
+        return [(what, torch.stack(values).sum(0))]
+    return [(f"{what} of shard {shard}", value) for shard, value in enumerate(values)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,9 @@ class _DrawnTogether(TensorParallelRank):
     def module_of(self, node: fx.Node, number: int, randomness: Randomness) -> nn.Module | None:
         if node.name not in self.model.drawn_per_shard:
             return super().module_of(node, number, randomness)
-        original = next(each for each in self.model.whole.exported.program.nodes if each.name == node.name)
+        original = next(
+            whole_node for whole_node in self.model.whole.exported.program.nodes if whole_node.name == node.name
+        )
         if node.target is DROPOUT_MASK:
             return _GatheredMask(original, self.model.placements[node.name], self.group, number, randomness)
         exported, placements = self.model.program.exported, self.model.placements
@@ -225,7 +227,7 @@ class _Gathered(nn.Module):
         self._run = SeededOperation(original.target, number, randomness)
         self._original = original
         self._group, self._name = group, node.name
-        self._needs = [_placement_of(each, placements) for each in _tensors_of(node)]
+        self._needs = [_placement_of(operand, placements) for operand in _tensors_of(node)]
         takers = [user for user in node.users if user.target is operator.getitem]
         self._gives = {taker.args[1]: placements[taker.name] for taker in takers} or {None: placements[node.name]}
 
@@ -263,13 +265,13 @@ class _GatheredMask(nn.Module):
 
 
 def _placement_of(node: fx.Node, placements: Mapping[str, TensorPlacement]) -> TensorPlacement:
-    """The placement of the value ``node``; without one of its own, it is what a conversion takes for one operation."""
+    """The placement of the value ``node``; if it has none, it is what a conversion takes for one operation."""
     taken = TensorPlacement(PlacementKind.SPLIT, split_of(node.args)) if conversion_of(node.target) else None
     return placements.get(node.name) or taken or WHOLE
 
 
 def _tensors_of(node: fx.Node) -> list[fx.Node]:
-    """The arguments of ``node`` that are tensors, in order; one that occurs twice is there twice."""
+    """The arguments of ``node`` that are tensors, in order; a tensor that occurs twice is there twice."""
     return [leaf for leaf in torch.utils._pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
 
 
@@ -287,8 +289,8 @@ def _first_value_that_differs(model: Derived, tensors: Tensors, batch: Tensors, 
     for node in model.whole.exported.program.nodes:
         if node.name in masks or node.name not in expected or any(node.name not in values for values in shards):
             continue
-        found = [values[node.name] for values in shards]
-        for what, value in _assembled(node.name, model.placements[node.name], found):
+        on_shards = [values[node.name] for values in shards]
+        for what, value in _assembled(node.name, model.placements[node.name], on_shards):
             if value.shape != expected[node.name].shape or difference_of(what, value, expected[node.name], 1.0, wider):
                 return f", first in {what} ({node.target}, {model.placements[node.name]})"
     return ""

@@ -1,4 +1,4 @@
-"""Compares the slices of a program with the whole one: loss and gradients after one micro-batch.
+"""Compares the slices of a program with the whole program: loss and gradients after one micro-batch.
 
 This finds a slice that does not compute its part of the whole, whatever rule made it. All slices run in one process, on
 the same weights and data.

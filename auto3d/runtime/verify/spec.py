@@ -29,8 +29,8 @@ Placed = Mapping[fx.Node, TensorPlacement]
 
 def _needs(node: fx.Node, placed: Placed) -> Iterator[TensorPlacement]:
     """The placements of what ``node`` takes. For a call within it, which is no value of the model: what that takes."""
-    for each in operands_of(node):
-        yield from [placed[each]] if each in placed else _needs(each, placed)
+    for operand in operands_of(node):
+        yield from [placed[operand]] if operand in placed else _needs(operand, placed)
 
 
 def _operators(model: Derived, placed: Placed) -> Iterator[str]:
@@ -52,8 +52,8 @@ def _operators(model: Derived, placed: Placed) -> Iterator[str]:
 def _fits(
     way: Way, operands: Sequence[fx.Node], needs: Sequence[TensorPlacement], gives: Mapping[int, TensorPlacement]
 ) -> bool:
-    """Whether ``way`` takes and gives this. In place of a copied operand without a gradient it takes a whole one."""
-    return all(way.gives[place] == each for place, each in gives.items()) and all(
+    """Whether ``way`` takes and gives it. In place of a copied operand without a gradient it takes a whole operand."""
+    return all(way.gives[place] == placement for place, placement in gives.items()) and all(
         given == need or (given == WHOLE and need == COPIED and not has_gradient(operand))
         for need, given, operand in zip(way.needs, needs, operands, strict=True)
     )
@@ -74,8 +74,8 @@ def _shapes(model: Derived, placed: Placed) -> Iterator[str]:
         if conversion_of(node.target) is not None:
             whole[node.name] = whole[operands_of(node)[0].name]
         shape = tuple(whole[node.name].shape)
-        if (found := tuple(node.meta["val"].shape)) != (expected := placement.local_shape(shape, model.share.tp)):
-            yield f"{node.name}: {list(found)}, but {placement} of {list(shape)} is {list(expected)}"
+        if (local_shape := tuple(node.meta["val"].shape)) != (expected := placement.local_shape(shape, model.share.tp)):
+            yield f"{node.name}: {list(local_shape)}, but {placement} of {list(shape)} is {list(expected)}"
 
 
 def _partial(common: PlanLayout) -> Iterator[str]:
@@ -94,11 +94,11 @@ def _sums(common: PlanLayout) -> Iterator[str]:
         for name in {name for stage in layout.stages.values() for name in stage.state} & layout.holders.keys():
             having[_part(layout, name)].append(rank)
     for rank, layout in enumerate(layouts):
-        for name, found in layout.holders.items():
+        for name, holding in layout.holders.items():
             expected, how = tuple(having[_part(layout, name)]), common.plan.gradient_sum
-            if (found.ranks, found.conversion) != (expected, how):
+            if (holding.ranks, holding.conversion) != (expected, how):
                 yield (
-                    f"{name} on rank {rank}: {found.conversion.name} among ranks {found.ranks}, "
+                    f"{name} on rank {rank}: {holding.conversion.name} among ranks {holding.ranks}, "
                     f"but its gradient is partial over {expected}, and the plan says {how.name}"
                 )
 
@@ -115,23 +115,23 @@ def _orders(common: PlanLayout) -> Iterator[str]:
             orders[communicator].setdefault(rank, []).extend(runs)
     for communicator, of_rank in orders.items():
         (first, expected), *others = of_rank.items()
-        for rank, found in others:
-            if found != expected:
-                yield f"{communicator}, rank {rank}: {', '.join(found)}; rank {first}: {', '.join(expected)}"
+        for rank, order in others:
+            if order != expected:
+                yield f"{communicator}, rank {rank}: {', '.join(order)}; rank {first}: {', '.join(expected)}"
 
 
 def _run_by(layout: RankLayout, rank: int) -> Iterator[tuple[str, list[str]]]:
     """(communicator, what ``rank`` runs there) for each of its steps, in order."""
     groups = [f"tensor-parallel ranks {group}" for group in layout.tensor_groups if rank in group]
-    holders = {each for each in layout.holders.values() if rank in each.ranks and len(each.ranks) > 1}
+    holders = {holding for holding in layout.holders.values() if rank in holding.ranks and len(holding.ranks) > 1}
     device_of, here = layout.schedule.device_of, f"pipeline {layout.pipeline}"
-    sums = {each: f"gradients of stages {each.stages} on {each}" for each in holders}
-    yield from ((sums[each], []) for each in holders)
+    sums = {holding: f"gradients of stages {holding.stages} on {holding}" for holding in holders}
+    yield from ((sums[holding], []) for holding in holders)
     for step in (step for program in programs_of(layout) for step in program.steps):
         for communication in step.begins:
             if isinstance(communication, GradientSum):
-                summed = [each for each in holders if each.stages == communication.stages]
-                yield from ((sums[each], [f"{communication} by {each.conversion.name}"]) for each in summed)
+                summed = [holding for holding in holders if holding.stages == communication.stages]
+                yield from ((sums[holding], [f"{communication} by {holding.conversion.name}"]) for holding in summed)
             elif isinstance(communication, LossSum):
                 yield "all ranks", [f"{communication}"]
         yield from ((group, [f"{step.operation}"]) for group in groups)
@@ -152,8 +152,8 @@ def _of_shards(broken: Callable[[Derived, Placed], Iterator[str]]) -> Broken:
             model = derived(common.captured, share_of(common.plan), split=common.plan.split)
             exported = model.program.exported
             state = {**exported.parameters, **exported.buffers}
-            found = ((node, model.placements.get(state.get(node.name, node.name))) for node in exported.program.nodes)
-            yield from broken(model, {node: placement for node, placement in found if placement is not None})
+            placed = ((node, model.placements.get(state.get(node.name, node.name))) for node in exported.program.nodes)
+            yield from broken(model, {node: placement for node, placement in placed if placement is not None})
 
     return of_plan
 

@@ -11,7 +11,7 @@ from auto3d.runtime.messages.gathered import of_all_ranks
 from auto3d.runtime.waiting import wait
 
 ROUNDS = 20  # the round with the shortest way there and back has the smallest error
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # one per running kernel, whose processes share its clock
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # an identifier per running kernel, whose processes share its clock
 
 
 def seconds_ahead() -> float:

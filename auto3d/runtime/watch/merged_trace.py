@@ -1,4 +1,4 @@
-"""The traces of all ranks in one timeline, beside the simulated one, and both compared operation by operation."""
+"""The traces of all ranks in one timeline, beside the simulated timeline, and both compared operation by operation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,18 +38,18 @@ def merged(ranks: Sequence[RankTrace], timeline: Timeline | None, *, tp: int) ->
     One process per rank; its first track has the operations, the others what torch.profiler recorded. If there is a
     ``timeline`` in seconds, its devices are further processes, each below the ranks that it predicts.
     """
-    begin_s = min(each.begin_s for rank in ranks for each in rank.operations)
+    begin_s = min(operation.begin_s for rank in ranks for operation in rank.operations)
     events: list[dict[str, Any]] = []
     for rank in ranks:
         name = f"rank {rank.rank}: device {rank.device} on {rank.host}, measured"
         events += _process(rank.rank, name, _PER_DEVICE * rank.device + rank.rank)
         events.append(_thread(rank.rank, 0, "operations"))
-        for each in rank.operations:
-            shown = {"computed_ms": 1e3 * each.computed_s, "waited_ms": 1e3 * each.waited_s}
-            position = {"ts": 1e6 * (each.begin_s - begin_s), "dur": 1e6 * (each.end_s - each.begin_s)}
+        for operation in rank.operations:
+            shown = {"computed_ms": 1e3 * operation.computed_s, "waited_ms": 1e3 * operation.waited_s}
+            position = {"ts": 1e6 * (operation.begin_s - begin_s), "dur": 1e6 * (operation.end_s - operation.begin_s)}
             events.append(
                 {
-                    "name": each.name,
+                    "name": operation.name,
                     "cat": "operation",
                     "ph": "X",
                     "pid": rank.rank,
@@ -73,9 +73,9 @@ def compared(ranks: Sequence[RankTrace], timeline: Timeline | None) -> list[Comp
     """The operations of all ``ranks`` by stage and kind, beside the operations of ``timeline``, in seconds."""
     measured: dict[tuple[int, Kind], list[float]] = {}
     predicted: dict[tuple[int, Kind], list[float]] = {}
-    for each in (each for rank in ranks for each in rank.operations):
-        operation = parse(each.name)
-        measured.setdefault((operation.stage, operation.kind), []).append(each.computed_s)
+    for traced in (traced for rank in ranks for traced in rank.operations):
+        operation = parse(traced.name)
+        measured.setdefault((operation.stage, operation.kind), []).append(traced.computed_s)
     if timeline is not None:
         inside = recomputed_inside(timeline.schedule)
         for number, operation in enumerate(timeline.operations):

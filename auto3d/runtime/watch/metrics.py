@@ -40,7 +40,7 @@ def metrics_of(
 ) -> Callable[[int, IterationResult, Watched], Metrics]:
     """A function that makes the Metrics of each iteration (number from 0) of one run, in order.
 
-    The arguments are those of ``auto3d.cost.throughput.throughput``; nothing computes on ``emulated`` devices.
+    The arguments are as for ``auto3d.cost.throughput.throughput``; nothing computes on ``emulated`` devices.
     """
     recent: deque[float] = deque(maxlen=RUNNING)
 

@@ -97,8 +97,8 @@ class OperationTimes:
     def take(self, origin: Mark) -> list[ObservedOperation]:
         """The operations since the last call, in order, in seconds after ``origin``; the device has run them all."""
         taken, self._marks = self._marks, []
-        found, seconds = [], self._seconds
+        observed, seconds = [], self._seconds
         for operation, (begin, *waits, end) in taken:
             waited_s = sum(map(seconds, waits[::2], waits[1::2]))
-            found.append(ObservedOperation(operation, seconds(origin, begin), seconds(origin, end), waited_s))
-        return found
+            observed.append(ObservedOperation(operation, seconds(origin, begin), seconds(origin, end), waited_s))
+        return observed

@@ -31,7 +31,7 @@ LEAST_S = 10.0  # least seconds between two exchanges, once the time of an itera
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRequest:
-    """Which iterations to trace (from 1; 0: the first after ``warmup`` ones of the run), and the folder for it."""
+    """Which iterations to trace (from 1; 0: the first after ``warmup`` iterations), and the folder for it."""
 
     iterations: tuple[int, ...]
     warmup: int
@@ -83,7 +83,7 @@ class Watch:
         self._read_s = 0.0  # in reads since the last exchange
         self._observed: list[ObservedOperation] = []
         self._exchanged_at = first_iteration  # iterations done at the last exchange
-        self._window = FIRST_WINDOW  # iterations until the next one
+        self._window = FIRST_WINDOW  # iterations until the next exchange
         self._began = perf_counter()
         self._start(first_iteration)
 
@@ -122,7 +122,7 @@ class Watch:
         )
         folder = self._trace.folder / f"iteration-{done}"
         folder.mkdir(mode=0o700, exist_ok=True)
-        files = tuple(folder / f"rank-{each}.json.gz" for each in range(dist.get_world_size()))
+        files = tuple(folder / f"rank-{number}.json.gz" for number in range(dist.get_world_size()))
         trace.write(files[rank])
         with waiting_for("the traces of all ranks"):
             dist.barrier()

@@ -51,7 +51,7 @@ class RankTrace:
     def read(file: Path) -> "RankTrace":
         with gzip.open(file, "rt") as stream:
             content = json.load(stream)
-        operations = tuple(TracedOperation(**each) for each in content.pop("operations"))
+        operations = tuple(TracedOperation(**operation) for operation in content.pop("operations"))
         return RankTrace(operations=operations, **content)
 
 
@@ -89,8 +89,10 @@ class IterationTracer:
             events = json.loads(Path(file).read_text())["traceEvents"]
         shift = origin_s - ahead_s
         operations = tuple(
-            TracedOperation(str(each.operation), each.begin_s + shift, each.end_s + shift, each.waited_s)
-            for each in observed
+            TracedOperation(
+                str(operation.operation), operation.begin_s + shift, operation.end_s + shift, operation.waited_s
+            )
+            for operation in observed
         )
         behind_us = self._profiler_ahead_us(events) + 1e6 * ahead_s
         for event in events:

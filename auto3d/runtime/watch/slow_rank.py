@@ -1,4 +1,4 @@
-"""Name the rank that is slow: its operations take longer than those of the other ranks that run the same stage."""
+"""Name the rank that is slow: its operations take longer than on the other ranks that run the same stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ OperationMedians = dict[tuple[int, Kind], tuple[float, float]]
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that lags behind the others of its stage, in one kind of operation: the one that costs it most time."""
+    """A rank that lags behind the others of its stage, in one kind of operation: the kind that costs it most time."""
 
     rank: int
     host: str
@@ -39,12 +39,12 @@ def medians_of(observed: Sequence[ObservedOperation], iterations: int) -> Operat
     """The medians of the operations of ``iterations`` iterations of one rank."""
     seconds: dict[tuple[int, Kind], list[float]] = {}
     micro_batches: dict[tuple[int, Kind], int] = {}
-    for each in observed:
-        kind = each.operation.kind
+    for operation in observed:
+        kind = operation.operation.kind
         if kind in COMPARED:
-            key = each.operation.stage, kind
-            count = len(each.operation.micro_batches)
-            seconds.setdefault(key, []).append(each.computed_s / count)
+            key = operation.operation.stage, kind
+            count = len(operation.operation.micro_batches)
+            seconds.setdefault(key, []).append(operation.computed_s / count)
             micro_batches[key] = micro_batches.get(key, 0) + count
     return {key: (median(values), micro_batches[key] / iterations) for key, values in seconds.items()}
 

@@ -19,7 +19,7 @@ class WeightsError(InputError):
 
 
 class Weights(Mapping[str, torch.Tensor]):
-    """The tensors of a file or of a folder; each is read when it is accessed, from the one file that has it.
+    """The tensors of a file or of a folder; a tensor is read when it is accessed, from the file that has it.
 
     ``bytes_read`` counts the bytes of what was read. ``names`` maps names in the model to those here where they differ.
     """
@@ -31,12 +31,12 @@ class Weights(Mapping[str, torch.Tensor]):
         for file, names in _files(Path(path)).items():
             try:
                 opened = safe_open(str(file), framework="pt")
-                found = set(opened.keys())
+                stored = set(opened.keys())
             except (SafetensorError, OSError) as error:
                 raise WeightsError(f"{file}: not a readable safetensors file: {error}") from None
-            if missing := sorted(set(names or []) - found):
+            if missing := sorted(set(names or []) - stored):
                 raise WeightsError(f"{file}: it lacks {missing[0]}, which {INDEX} says it has")
-            self._file_of.update(dict.fromkeys(names or sorted(found), opened))
+            self._file_of.update(dict.fromkeys(names or sorted(stored), opened))
         self._names = {name: name for name in self._file_of}
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -89,7 +89,7 @@ class Weights(Mapping[str, torch.Tensor]):
 
 
 def _files(path: Path) -> dict[Path, list[str] | None]:
-    """The safetensors files of ``path``, with the names of the tensors to take from each; None: all."""
+    """The safetensors files of ``path``, with the names of the tensors to take from each file; None: all."""
     if not path.is_dir():
         return {path: None}
     index = path / INDEX

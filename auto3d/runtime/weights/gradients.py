@@ -41,7 +41,7 @@ class DeferredGradients:
 
 
 class WeightGradientsAtOnce(DeferredGradients):
-    """Computes weight gradients in the backward itself; each product adds to the gradients of earlier ones.
+    """Computes weight gradients in the backward itself; each product adds to the gradients of earlier products.
 
     Autograd makes a tensor of each gradient first and adds it afterwards; LLaMA in halves took 4 % longer that way.
     """
@@ -56,7 +56,7 @@ def split_operation(
     parameter_of: Mapping[fx.Node, fx.Node],
     deferred: DeferredGradients,
 ) -> "SplitOperation | None":
-    """``node`` with a split backward; None unless its weight is one of ``parameters``, not a value computed from them.
+    """``node`` with a split backward; None unless its weight is in ``parameters``, not a value computed from them.
 
     The gradient of a bias that is computed from parameters is not deferred: autograd needs it. ``parameter_of`` has the
     parameter of each copy in low precision among ``parameters``; ``node`` then takes these too, as its ``learned``.
@@ -69,7 +69,7 @@ def split_operation(
     bias_node = node.args[bias] if len(node.args) > bias else None
     if parameter_of:
         both: tuple[Any, Any] = (node.args[weight], bias_node)
-        node.kwargs = {"learned": tuple(parameter_of.get(each) for each in both)}
+        node.kwargs = {"learned": tuple(parameter_of.get(copy) for copy in both)}
     return SplitOperation(node.target, deferred, defers_bias=bias_node is None or bias_node in parameters)
 
 

@@ -24,12 +24,12 @@ Copies = Mapping[str, tuple[str, torch.dtype]]
 def copies_of(captured: CapturedModel, nodes: Collection[str]) -> dict[str, tuple[str, torch.dtype]]:
     """The copies that operations ``nodes`` of the program use."""
     exported = captured.exported
-    found: dict[str, tuple[str, torch.dtype]] = {}
+    copies: dict[str, tuple[str, torch.dtype]] = {}
     for node in exported.program.find_nodes(op="placeholder"):
         if node.name in exported.copies and any(user.name in nodes for user in node.users):
             parameter, dtype = exported.parameters[node.name], node.meta["val"].dtype
-            found[copy_name(parameter, dtype)] = (parameter, dtype)
-    return found
+            copies[copy_name(parameter, dtype)] = (parameter, dtype)
+    return copies
 
 
 def used_once(captured: CapturedModel, nodes: Collection[str]) -> set[str]:

@@ -1,8 +1,8 @@
-"""The initial weights of one stage, equal to those of the whole model, without the memory of the whole model.
+"""The initial weights of one stage, equal to the whole model's, without the memory of the whole model.
 
 The module is really built, so its initialisation draws the same random numbers in the same order as in one process; but
-a parameter of another stage, and one of which this rank keeps a shard, has memory only while the initialisation works
-on it.
+a parameter of another stage, and a parameter of which this rank keeps a shard, has memory only while the initialisation
+works on it.
 """
 
 from collections.abc import Callable, Collection, Mapping

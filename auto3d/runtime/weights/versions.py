@@ -89,7 +89,7 @@ class WeightVersions:
 
     @torch.no_grad()
     def _copy(self, leaves: dict[str, torch.Tensor]) -> None:
-        """Make the low-precision copies of the parameters ``leaves`` and add them, in the memory of old ones if any."""
+        """Make the low-precision copies of the parameters ``leaves`` and add them, in the memory of old copies."""
         if self._copies.keys() <= leaves.keys():
             torch._foreach_copy_(
                 [leaves[name] for name in self._copies], [leaves[parameter] for parameter, _ in self._copies.values()]
@@ -121,7 +121,7 @@ def _adds_to(parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
 
 
 def _move(parameters: Iterable[torch.Tensor]) -> None:
-    """Move ``parameters`` to a copy of their memory; parameters of one flat buffer stay views of one."""
+    """Move ``parameters`` to a copy of their memory; parameters of one flat buffer stay views of one buffer."""
     copies: dict[int, torch.Tensor] = {}
     for parameter in parameters:
         memory = parameter.untyped_storage()._cdata

@@ -69,7 +69,9 @@ def strategies(
             for seed in range(1, 1 + number):
                 ranked = _searched(recipe, {**known, **_SEARCHES[system], "search.seed": seed}).ranked()
                 tried = ranked[:AMP_TRIALS] if system == ANNEALING else ranked
-                runs.append([(float(simulator.seconds(one.plan)), str(one.candidate)) for one in tried])
+                runs.append(
+                    [(float(simulator.seconds(ranked_plan.plan)), str(ranked_plan.candidate)) for ranked_plan in tried]
+                )
             times = [[seconds for seconds, _ in run] for run in runs]
             yield from _summary(times, system, label, min(runs[0])[1])
 
@@ -92,7 +94,7 @@ def published_strategies(
     rows = read_candidates(loaded, str(published(file)))
     with published(file).open(newline="") as lines:
         theirs = [float(row["paper_predicted_s"]) for row in csv.DictReader(lines)]
-    ours = [one.seconds or inf for one in predict(loaded, rows)]
+    ours = [prediction.seconds or inf for prediction in predict(loaded, rows)]
     times = [float(row["measured_s"]) for row in rows]
     chosen = {
         MEGATRON: _heuristic(rows, times, devices_per_node),
@@ -117,8 +119,8 @@ def _heuristic(rows: Sequence[Mapping[str, str]], times: Sequence[float], device
     for place, row in enumerate(rows):
         tp, pp = int(row["tp"]), int(row["pp"])
         if isfinite(times[place]) and tp <= devices_per_node:
-            found = (tp * pp, -tp), place
-            best[row["micro_batch_size"]] = min(found, best.get(row["micro_batch_size"], found))
+            choice = (tp * pp, -tp), place
+            best[row["micro_batch_size"]] = min(choice, best.get(row["micro_batch_size"], choice))
     return [place for _, place in best.values()]
 
 

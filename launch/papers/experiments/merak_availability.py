@@ -43,12 +43,14 @@ def availability(
         tell(f"training {model}")
         recipe = load_groups(f"availability-{model}".replace(" ", "-"), Path(model), {**base, **groups})
         ended = run_sweep(recipe, retry=Retry.ALL, watcher=_Told(tell)).ended().values()
-        by_degrees = {(one.plan.dp, one.plan.tp, one.plan.pp): one for one in ended}
+        by_degrees = {
+            (measurement.plan.dp, measurement.plan.tp, measurement.plan.pp): measurement for measurement in ended
+        }
         alone = by_degrees.get((1, 1, 1))
         for name, axis in AXES.items():
             degrees = {"dp": 1, "tp": 1, "pp": 1, axis: WIDTH}
-            found = by_degrees.get((degrees["dp"], degrees["tp"], degrees["pp"]))
-            if reason := difference(alone, found):
+            parallel = by_degrees.get((degrees["dp"], degrees["tp"], degrees["pp"]))
+            if reason := difference(alone, parallel):
                 problems[name].append(f"{model}: {reason}")
             else:
                 counts[name] += 1
@@ -57,13 +59,13 @@ def availability(
         yield Row(setting=(system,), system=name, values=values, problem="; ".join(problems[name]))
 
 
-def difference(alone: Measurement | None, found: Measurement | None) -> str:
-    """The reason why ``found`` is no training that equals ``alone``; empty if it is."""
-    if alone is None or found is None:
+def difference(alone: Measurement | None, parallel: Measurement | None) -> str:
+    """The reason why ``parallel`` is no training that equals ``alone``; empty if it is."""
+    if alone is None or parallel is None:
         return "it has no such plan"
-    for one in (alone, found):
-        if one.status is not Status.OK:
-            return f"{one.status}: {one.error}"
-    if all(isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(alone.loss, found.loss, strict=True)):
+    for measurement in (alone, parallel):
+        if measurement.status is not Status.OK:
+            return f"{measurement.status}: {measurement.error}"
+    if all(isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(alone.loss, parallel.loss, strict=True)):
         return ""
-    return f"its last loss is {found.loss[-1]:.6g}, that of one process {alone.loss[-1]:.6g}"
+    return f"its last loss is {parallel.loss[-1]:.6g}, that of one process {alone.loss[-1]:.6g}"

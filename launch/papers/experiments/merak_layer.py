@@ -102,7 +102,7 @@ def fitted_accelerator(
         efficiency, half_flops = np.exp(logarithms)
         tried = replace(start, matrix_efficiency=efficiency, half_flops=half_flops)
         times = [(_predicted(work, first, last, tried), seconds) for work, first, last, seconds in known]
-        return np.log([mine / theirs for each in times for mine, theirs in zip(*each, strict=True)])
+        return np.log([mine / theirs for pair in times for mine, theirs in zip(*pair, strict=True)])
 
     fit = least_squares(errors, np.log([start.matrix_efficiency, start.half_flops]))
     efficiency, half_flops = np.exp(fit.x)
@@ -158,7 +158,7 @@ def _measured(recipe: LoadedRecipe, module: str, size: int) -> Seconds:
     )
     run = SubgraphRun(stage, model, state, batches, torch.device("cpu"), split=False)
     times = [(_processor_time(run.forward), _processor_time(run.backward)) for _ in range(1 + REPETITIONS)]
-    forward, backward = (min(each) for each in zip(*times[1:], strict=True))
+    forward, backward = (min(seconds) for seconds in zip(*times[1:], strict=True))
     return forward, backward
 
 
@@ -172,18 +172,20 @@ def _published(file: str, device: str, name: str) -> dict[int, Seconds]:
     """Samples -> published seconds of the layer ``name``, from ``FITTED_FROM`` samples."""
     with published(file).open(newline="") as lines:
         rows = [row for row in csv.DictReader(lines) if row["device"] == device and row["model"] == name]
-    found = {int(row["micro_batch"]): (float(row["forward_ms"]) / 1e3, float(row["backward_ms"]) / 1e3) for row in rows}
-    return {size: seconds for size, seconds in found.items() if size >= FITTED_FROM}
+    by_size = {
+        int(row["micro_batch"]): (float(row["forward_ms"]) / 1e3, float(row["backward_ms"]) / 1e3) for row in rows
+    }
+    return {size: seconds for size, seconds in by_size.items() if size >= FITTED_FROM}
 
 
 def _rows(name: str, times: Mapping[int, Seconds], on: str) -> Iterator[Row]:
     """Rows of one layer, with its time per sample, also relative to the largest micro-batch's."""
     per_sample = {size: sum(seconds) / size for size, seconds in times.items()}
     least = per_sample[max(per_sample)]
-    for size, each in per_sample.items():
+    for size, sample_s in per_sample.items():
         values = {
-            "ms_per_sample": 1e3 * each,
-            "against_largest": each / least,
+            "ms_per_sample": 1e3 * sample_s,
+            "against_largest": sample_s / least,
             "backward_over_forward": times[size][1] / times[size][0],
         }
         yield Row(setting=(f"micro-batch {size}",), system=name, values=values, made_on=on)

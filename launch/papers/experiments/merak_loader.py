@@ -22,11 +22,11 @@ NON_SPLIT, SPLIT = "non-split", "split"
 def stage_inputs(recipe_name: str, overrides: Sequence[str], stages: int) -> list[tuple[str, ...]]:
     """The inputs that each of ``stages`` equal stages of the recipe's model uses, as the runtime loads them."""
     graph = PlanningModel(load(recipe_name, overrides)).graph(1)
-    found = []
+    inputs = []
     for stage in cut(graph, blocks(graph, stages)):
-        taken = dict.fromkeys(name for each in segments(graph, stage, ()) for name in each.takes)
-        found.append(tuple(name for name in graph.inputs if name in taken))
-    return found
+        taken = dict.fromkeys(name for segment in segments(graph, stage, ()) for name in segment.takes)
+        inputs.append(tuple(name for name in graph.inputs if name in taken))
+    return inputs
 
 
 def split_loader(
@@ -49,18 +49,18 @@ def split_loader(
     everything = tuple(settings.inputs)
     on = f"cpu ({machine()}), torch {torch.__version__}"
     used = {depth: stage_inputs(recipe, overrides, depth) for depth in stages}
-    kinds = dict.fromkeys([everything, *(names for each in used.values() for names in each)])
-    found: dict[tuple[int, tuple[str, ...]], tuple[float, int]] = {}
+    kinds = dict.fromkeys([everything, *(names for per_stage in used.values() for names in per_stage)])
+    loads: dict[tuple[int, tuple[str, ...]], tuple[float, int]] = {}
     for size in micro_batch_sizes:
         tell(f"loading micro-batches of {size}")
         batches = Batches(settings, seed=seed, global_batch=size * micro_batches, micro_batch_size=size)
         batches.micro_batch(0, 0, everything)  # reads the corpus
         for names in kinds:
-            found[size, names] = _load(batches, names, micro_batches, repetitions)
+            loads[size, names] = _load(batches, names, micro_batches, repetitions)
     for depth, names_of in used.items():
         for size in micro_batch_sizes:
             for system, chosen in ((NON_SPLIT, [everything] * depth), (SPLIT, names_of)):
-                times = [found[size, names] for names in chosen]
+                times = [loads[size, names] for names in chosen]
                 setting = (f"{depth} stages", f"micro-batch {size}")
                 yield Row(setting=setting, system=system, values=_figures(times, names_of), made_on=on)
 

@@ -57,7 +57,7 @@ def stage_subgraphs(
     loaded = load(recipe, overrides)
     for method in methods:
         tell(f"{stages} stages by {method}")
-        found = partition_model(
+        partitioned = partition_model(
             loaded,
             method=method,
             stages=stages,
@@ -67,5 +67,5 @@ def stage_subgraphs(
             fresh=False,
             equal_slices=True,
         )
-        for number, stage in enumerate(found.figures.stages, start=1):
+        for number, stage in enumerate(partitioned.figures.stages, start=1):
             yield Row(setting=(f"stage {number}",), system=method, values={"subgraphs": len(stage.subgraphs)})

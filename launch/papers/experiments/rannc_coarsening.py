@@ -92,11 +92,16 @@ def rannc_coarsening(
                     setting=setting, system=system, problem=f"fine blocks are searched up to {uncoarsened} layers"
                 )
                 continue
-            found = _found(_key(base), count, system)
-            values = {} if found.problem else {report: getattr(found, report)}
+            searched = _found(_key(base), count, system)
+            values = {} if searched.problem else {report: getattr(searched, report)}
             where = f"{machine()}, Python {python_version()}" if report == "search_s" else ""
             yield Row(
-                setting=setting, system=system, values=values, plan=found.plan, problem=found.problem, made_on=where
+                setting=setting,
+                system=system,
+                values=values,
+                plan=searched.plan,
+                problem=searched.problem,
+                made_on=where,
             )
 
 

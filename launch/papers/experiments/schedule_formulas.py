@@ -128,7 +128,7 @@ def _by_formula(formulas: Formulas) -> Iterator[tuple[str, float]]:
     if formulas.activations[0] is not None:
         yield "activations_least", formulas.activations[0]
     yield "activations_most", formulas.activations[1]
-    # Weights and activations are largest on the same worker: the first one, or any where all hold equally many.
+    # Weights and activations are largest on the same worker: the first, or any where all hold equally many.
     state = 4 * formulas.weights[1] + GRADIENT_AND_MOMENTS * formulas.models
     yield "peak_mib", (PARAMETERS * state + 4 * SAVED * formulas.activations[1]) / MIB
 

@@ -1,4 +1,4 @@
-"""The sets of published runs; one file each."""
+"""The sets of published runs; a file per set."""
 
 from launch.yardstick.measured import MeasuredSet
 from launch.yardstick.sets import (
@@ -15,8 +15,8 @@ from launch.yardstick.sets import (
 )
 
 SETS: dict[str, MeasuredSet] = {
-    each.name: each
-    for each in (
+    measured_set.name: measured_set
+    for measured_set in (
         t4x16_gpt2.SET,
         a100_node.SET,
         megatron_sc21.SET,

@@ -26,7 +26,7 @@ FITTED, HELD_OUT = "8 micro-batches", "4 and 32 micro-batches"
 def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[PublishedRun]:
     runs = []
     for line, row in enumerate(rows, 2):
-        each = whole(row, "tp") * whole(row, "dp")  # ranks of a stage, which are neighbours
+        stage_ranks = whole(row, "tp") * whole(row, "dp")  # ranks of a stage, which are neighbours
         ranks = enumerate(json.loads(row["max_allocated_mb_by_rank"]))
         runs.append(
             PublishedRun(
@@ -36,7 +36,7 @@ def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[Publi
                 group=(f"batch={row['training.global_batch']}",),
                 parts=(FITTED if row["micro_batches"] == "8" else HELD_OUT,),
                 seconds=float(row["measured_ms"]) / 1e3,
-                memory=tuple((rank // each, MIB * peak) for rank, peak in ranks),
+                memory=tuple((rank // stage_ranks, MIB * peak) for rank, peak in ranks),
             )
         )
     return runs

@@ -16,16 +16,16 @@ SUBGRAPHS = 4  # subgraphs of a captured block of OPT: each of its norms stands 
 def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[PublishedRun]:
     measured_layers = recipe.values.model.layers is not None
     runs = []
-    for line, found in enumerate(rows, 2):
-        (dp, *_), (tp, *_) = json.loads(found["dp"]), json.loads(found["tp"])
-        stages = json.loads(found["layers_per_stage"])
+    for line, published in enumerate(rows, 2):
+        (dp, *_), (tp, *_) = json.loads(published["dp"]), json.loads(published["tp"])
+        stages = json.loads(published["layers_per_stage"])
         row = {
-            "micro_batch_size": found["mbs"],
+            "micro_batch_size": published["mbs"],
             "tp": str(tp),
             "dp": str(dp),
             "pp": str(len(stages)),
             "partition_cuts": str(_cuts(stages, measured_layers=measured_layers)),
-            "training.global_batch": found["gbs"],
+            "training.global_batch": published["gbs"],
         }
         runs.append(
             PublishedRun(
@@ -33,8 +33,8 @@ def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[Publi
                 row=row,
                 sizes=SIZES,
                 group=equal_devices_and_batch(row),
-                seconds=float(found["real_s"]),
-                memory=() if measured_layers else ((FULLEST, float(found["max_mem_bytes"])),),
+                seconds=float(published["real_s"]),
+                memory=() if measured_layers else ((FULLEST, float(published["max_mem_bytes"])),),
             )
         )
     return runs

@@ -10,9 +10,9 @@ from launch.yardstick.sets.a100_node import gpt_sizes
 
 def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[PublishedRun]:
     runs = []
-    for line, found in enumerate(rows, 2):
-        row = {**found, "model.config.n_positions": found["data.sequence_length"]}
-        if found["layers_per_virtual_stage"]:
+    for line, published in enumerate(rows, 2):
+        row = {**published, "model.config.n_positions": published["data.sequence_length"]}
+        if published["layers_per_virtual_stage"]:
             chunks = whole(row, "model.config.n_layer") // whole(row, "pp") // whole(row, "layers_per_virtual_stage")
             row["schedule"] = f"interleaved-1f1b:chunks={chunks}"
         runs.append(

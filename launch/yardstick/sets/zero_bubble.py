@@ -15,54 +15,54 @@ ENDS = 2  # subgraphs of a GPT-2 before and after its blocks: the embeddings; th
 
 def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[PublishedRun]:
     runs = []
-    for line, found in enumerate(rows, 2):
-        if not found["iteration_s"]:
+    for line, published in enumerate(rows, 2):
+        if not published["iteration_s"]:
             continue  # the paper gives only bubble rates of the handcrafted schedules
-        stages, layers = whole(found, "gpus"), whole(found, "layers")
-        schedule = SCHEDULES[found["schedule"]]
-        each = (layers + ENDS) // stages  # the first and the last stage have a layer less than the others
-        chunks = each if found["schedule"] == "1F1B-I" else 1
+        stages, layers = whole(published, "gpus"), whole(published, "layers")
+        schedule = SCHEDULES[published["schedule"]]
+        stage_layers = (layers + ENDS) // stages  # the first and the last stage have a layer less than the others
+        chunks = stage_layers if published["schedule"] == "1F1B-I" else 1
         options = f":chunks={chunks}" if chunks > 1 else ""
-        if found["schedule"].startswith("ZB-"):
-            options = f":deferred={_deferred(found)}"
+        if published["schedule"].startswith("ZB-"):
+            options = f":deferred={_deferred(published)}"
         row = {
-            "micro_batch_size": found["micro_batch"],
+            "micro_batch_size": published["micro_batch"],
             "tp": "1",
             "dp": "1",
-            "pp": found["gpus"],
+            "pp": published["gpus"],
             "schedule": schedule + options,
             "partition_cuts": str(_cuts(layers, stages * chunks)),
-            "training.global_batch": str(whole(found, "micro_batch") * whole(found, "micro_batches")),
-            "model.config.n_layer": found["layers"],
-            "model.config.n_embd": found["hidden"],
-            "model.config.n_head": found["heads"],
-            "model.config.n_positions": found["sequence"],
-            "data.sequence_length": found["sequence"],
+            "training.global_batch": str(whole(published, "micro_batch") * whole(published, "micro_batches")),
+            "model.config.n_layer": published["layers"],
+            "model.config.n_embd": published["hidden"],
+            "model.config.n_head": published["heads"],
+            "model.config.n_positions": published["sequence"],
+            "data.sequence_length": published["sequence"],
         }
         runs.append(
             PublishedRun(
                 line=line,
                 row=row,
                 sizes=gpt_sizes(row),
-                group=(found["model"], f"micro-batches={found['micro_batches']}"),
-                seconds=float(found["iteration_s"]),
-                memory=((FULLEST, float(found["memory_gb"]) * GIB),),
-                baseline=found["schedule"] == "1F1B",
+                group=(published["model"], f"micro-batches={published['micro_batches']}"),
+                seconds=float(published["iteration_s"]),
+                memory=((FULLEST, float(published["memory_gb"]) * GIB),),
+                baseline=published["schedule"] == "1F1B",
             )
         )
     return runs
 
 
-def _deferred(found: Mapping[str, str]) -> int:
+def _deferred(published: Mapping[str, str]) -> int:
     """The percentage of a layer's activations that its weight half needs: 32 h of 34 h + 5 a s (Qi et al., table 1)."""
-    hidden = whole(found, "hidden")
-    return ceil(100 * 32 * hidden / (34 * hidden + 5 * whole(found, "heads") * whole(found, "sequence")))
+    hidden = whole(published, "hidden")
+    return ceil(100 * 32 * hidden / (34 * hidden + 5 * whole(published, "heads") * whole(published, "sequence")))
 
 
 def _cuts(layers: int, stages: int) -> list[int]:
     """Cuts in subgraphs, of which a block of GPT-2 has two: the first and the last stage have a block less."""
-    each = (layers + ENDS) // stages
-    blocks = [each - 1, *[each] * (stages - 2), each - 1]
+    stage_layers = (layers + ENDS) // stages
+    blocks = [stage_layers - 1, *[stage_layers] * (stages - 2), stage_layers - 1]
     inner = [1 + 2 * count for count in accumulate(blocks)]
     return [0, *inner[:-1], 1 + 2 * layers + ENDS]
 
