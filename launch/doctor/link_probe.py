@@ -36,9 +36,7 @@ class Neighbours:
 
     ranks: tuple[int, int]
     host: str
-    peer_access: (
-        bool | None
-    )  # whether their GPUs reach each other's memory; None: no GPUs, or each rank sees only its own
+    peer_access: bool | None  # whether their GPUs reach each other's memory; None: no GPUs, or each rank sees its own
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Plan a training and check that it can begin, before anything runs."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -78,21 +78,15 @@ def plan_training(
         with at_work(console, "capturing the model"):
             return captured_model(recipe, micro_batch_size)
 
-    @cache
-    def graph_at(micro_batch_size: int) -> Graph:
-        if not captures_in_ranks:
-            return captured_at(micro_batch_size).graph
-        with at_work(console, "capturing the model"):
-            return PlanningModel(recipe).graph(micro_batch_size)
-
     model = PlanningModel(recipe, captured_at=None if captures_in_ranks else captured_at)
-    plan = wanted if isinstance(wanted, Plan) else candidates.of_plan(recipe, wanted, graph_at, model)
-    size = samples_at_once(plan)
-    graph = graph_at(size)
+    with at_work(console, "capturing the model") if captures_in_ranks else nullcontext():
+        plan = wanted if isinstance(wanted, Plan) else candidates.of_plan(model, wanted)
+        size = samples_at_once(plan)
+        graph = model.graph(size)
     settings = training_settings(values, iterations=values.training.iterations)
     with _errors_naming(plan_file):
         if plan_file:
-            candidates.check_memory(recipe, plan, graph_at)
+            candidates.check_memory(model, plan)
         if not captures_in_ranks:  # otherwise the ranks check it
             check_plan(captured_at(size), plan, settings, data_settings(values))
     stored = stored_model(recipe, size) if captures_in_ranks else None  # for a GPU, what another process has captured

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-from auto3d.capture.graph import Graph
 from auto3d.partition.merak import shard
 from auto3d.partition.recompute import subgraph_starts
 from auto3d.runtime.measurement import Measurement, Status
@@ -48,20 +47,15 @@ def try_fractions(recipe: LoadedRecipe, report: Callable[[TriedFraction], None])
     wanted = plan_of(recipe)
     check_ranks(recipe, wanted.dp * wanted.tp * wanted.pp)
 
-    captured_at = cache(partial(captured_model, recipe))
-
-    def graph_at(micro_batch_size: int) -> Graph:
-        return captured_at(micro_batch_size).graph
-
-    model = PlanningModel(recipe, captured_at=captured_at)
+    model = PlanningModel(recipe, captured_at=cache(partial(captured_model, recipe)))
     changes: dict[str, Any] = {"recompute": FULL}
-    base = candidates.of_plan(recipe, replace(wanted, **changes), graph_at, model)
-    graph = graph_at(samples_at_once(base))
+    base = candidates.of_plan(model, replace(wanted, **changes))
+    graph = model.graph(samples_at_once(base))
     bounds = shard(graph, recipe.values.search.subgraphs).bounds
     variants = KeptFractions(base, lambda stage: subgraph_starts(graph, stage, bounds))
     plans = [(fraction, variants.plan(fraction)) for fraction in variants.first]
     machine = cluster(recipe)
-    memory = runtime_memory(recipe, graph_at, model)
+    memory = runtime_memory(model)
     low, high = -1, len(plans)  # positions of the largest fraction known to fit, and of the smallest known not to
     probe = (low + high) // 2
     if machine.memory_bytes is not None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from enum import Enum, auto
-from functools import cache
 from typing import Any
 
 from auto3d.errors import InputError
@@ -83,13 +82,10 @@ def sweep_of(
     predictions = PlanPredictions({}, "")
     with CaptureProcess() if process is None else nullcontext(process) as process:
         model = PlanningModel(recipe, process=process)
-        graph_at = cache(model.graph)
         swept = SweepPlans(candidates={})
         if not only_planners:
-            swept = plans_of_sweep(recipe, graph_at, model, before=_chosen_before(recipe), process=process)
-        planned = plans_of_planners(
-            recipe, graph_at, model, tell or (lambda line: None), before=_planned_before(recipe), process=process
-        )
+            swept = plans_of_sweep(model, before=_chosen_before(recipe))
+        planned = plans_of_planners(model, tell or (lambda line: None), before=_planned_before(recipe))
         chosen = {plan: candidate for plan, (candidate, _) in planned.items()} | swept.candidates
         if not (plans := list(chosen)):
             raise recipe.error("search.planners", f"none of {', '.join(recipe.values.search.planners)} has a plan")
@@ -97,11 +93,11 @@ def sweep_of(
         if tell is not None:
             _tell_of_algorithm(recipe, tell)
             check_plans(recipe, plans, process, tell)
-            predictions = predict_plans(recipe, plans, graph_at, model)
+            predictions = predict_plans(model, plans)
     if recipe.values.model.weights is not None:
         from launch.model.initial_weights import initial_weights  # torch is slow to import, and large
 
-        initial_weights(recipe, graph_at(samples_at_once(plans[0])))
+        initial_weights(recipe, model.graph(samples_at_once(plans[0])))
     infeasible = {trial: swept.infeasible[trial.plan].reason for trial in trials_of(recipe, list(swept.infeasible))}
     every = chosen | {plan: refused.candidate for plan, refused in swept.infeasible.items()}
     planners = {plan: names for plan, (_, names) in planned.items()}

@@ -30,25 +30,17 @@ from launch.recipe.search_schema import PlanRecipe
 from launch.recipe.settings import cluster, emulation, optimizer_settings, training_settings
 
 
-def of_plan(
-    recipe: LoadedRecipe,
-    wanted: PlanRecipe,
-    graph_at: Callable[[int], Graph],
-    model: PlanningModel | None = None,
-) -> Plan:
-    """The plan that ``wanted`` describes, after the same checks as in a search; raises RecipeError if one fails.
-
-    ``model`` gives what follows from the Graphs (default: made in this process).
-    """
+def of_plan(model: PlanningModel, wanted: PlanRecipe) -> Plan:
+    """The plan that ``wanted`` describes, after the same checks as in a search; raises RecipeError if one fails."""
     if wanted.recompute == AUTO:
-        check_memory_known(recipe, "plan.recompute")
-    maker = runnable_maker(recipe, graph_at, model)
+        check_memory_known(model.recipe, "plan.recompute")
+    maker = runnable_maker(model)
     try:
         plan = maker.plan(candidate_of(wanted))
         maker.check_captured()
         return plan
     except InputError as error:
-        raise recipe.error("plan", str(error), kind=error.kind) from None
+        raise model.recipe.error("plan", str(error), kind=error.kind) from None
 
 
 def candidate_of(wanted: PlanRecipe) -> Candidate:
@@ -71,7 +63,7 @@ def exact_plans(recipe: LoadedRecipe, maker: PlanMaker | None = None) -> Callabl
 
     @cache
     def runnable() -> PlanMaker:
-        return maker or runnable_maker(recipe, cache(PlanningModel(recipe).graph))
+        return maker or runnable_maker(PlanningModel(recipe))
 
     def exact(ranked: Ranked) -> Plan:
         plan, candidate = ranked.plan, ranked.candidate
@@ -94,15 +86,15 @@ def task(recipe: LoadedRecipe) -> Workload:
     return Workload(global_batch=training.global_batch, seed=training.seed, clip_norm=training.clip_norm)
 
 
-def check_rules(recipe: LoadedRecipe, domain: Domain, model: PlanningModel) -> None:
+def check_rules(domain: Domain, model: PlanningModel) -> None:
     """Raise RecipeError if a rule of model.tensor_parallel fits the model at no degree.
 
     A rule that is not possible at one degree refuses only the candidates of that degree.
     """
     sizes = sorted({candidate.micro_batch_size for candidate in domain.degrees if candidate.tp > 1})
-    if not recipe.values.model.tensor_parallel or not sizes:
+    if not model.recipe.values.model.tensor_parallel or not sizes:
         return
-    with refused_rules(recipe):
+    with refused_rules(model.recipe):
         model.split(sizes[0], WHOLE)
 
 
@@ -120,16 +112,10 @@ def updates_check(recipe: LoadedRecipe, graph: Callable[[], Graph]) -> Callable[
     return lambda plan: check_updates(graph(), plan, rules()) if plan.engine == AUTO3D else None
 
 
-def runnable_maker(
-    recipe: LoadedRecipe, graph_at: Callable[[int], Graph], model: PlanningModel | None = None
-) -> PlanMaker:
-    """A PlanMaker of plans that auto3d can run and whose memory, as the runtime counts it, fits.
-
-    ``model`` gives what follows from the Graphs (default: made in this process).
-    """
-    subject = captured_subject(recipe, graph_at, model)
+def runnable_maker(model: PlanningModel) -> PlanMaker:
+    """A PlanMaker of plans that auto3d can run and whose memory, as the runtime counts it, fits."""
+    recipe, subject, memory = model.recipe, captured_subject(model), runtime_memory(model)
     emulated, machine = emulation(recipe.values), cluster(recipe)
-    memory = runtime_memory(recipe, graph_at, model)
     check_updates = updates_check(recipe, lambda: subject.graph(INTERPOLATED[0]))
 
     def missing(plan: Plan) -> str:
@@ -142,14 +128,14 @@ def runnable_maker(
 
             check_engine(
                 plan,
-                lambda: graph_at(samples_at_once(plan)),
+                lambda: model.graph(samples_at_once(plan)),
                 training_settings(recipe.values, iterations=recipe.values.training.iterations),
                 unequal_targets=data_settings(recipe.values).has_unequal_targets,
             )
         check_updates(plan)
         if emulated is not None:
             emulated.check(plan)
-        graph = graph_at(samples_at_once(plan))
+        graph = model.graph(samples_at_once(plan))
         if graph.carried_buffers:
             check_carried_buffers(graph, plan, schedule_of(plan), cut(graph, plan.stages))
 
@@ -164,10 +150,10 @@ def runnable_maker(
     )
 
 
-def check_memory(recipe: LoadedRecipe, plan: Plan, graph_at: Callable[[int], Graph]) -> None:
-    """Raise PlanError if the recipe's devices lack the memory that ``plan`` needs by estimate."""
-    machine = cluster(recipe)
-    if machine.memory_bytes is not None and (missing := shortage(runtime_memory(recipe, graph_at), plan, machine)):
+def check_memory(model: PlanningModel, plan: Plan) -> None:
+    """Raise PlanError if the recipe's devices lack the memory that ``plan`` of ``model`` needs by estimate."""
+    machine = cluster(model.recipe)
+    if machine.memory_bytes is not None and (missing := shortage(runtime_memory(model), plan, machine)):
         raise PlanError(f"{missing}; cluster.memory_gib sets the GiB that a process may fill", kind="memory")
 
 

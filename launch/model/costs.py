@@ -1,6 +1,6 @@
 """Recipe -> the cost model and its input: the work of the model, captured or measured layer by layer."""
 
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
@@ -12,7 +12,6 @@ from auto3d.cost.model import CostModel
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import Work, work_of, work_of_local, work_scaled
-from auto3d.derived.local_graph import LocalGraph
 from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding
 from auto3d.runtime.optimizer.memory import flops_of_parameters, memory_options, state_of_parameters
@@ -24,7 +23,7 @@ from launch.model.graphs import PlanningModel
 from launch.model.measured_layers import measured_model, with_measured_update
 from launch.model.profile import find_profile
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.schema import FLOAT8, UNFUSED
+from launch.recipe.schema import FLOAT8
 from launch.recipe.settings import cluster, optimizer_settings, predicted_precision, predicted_system, training
 
 INTERPOLATED = (2, 4)  # samples; at 1 sample a model may have fewer operations than at other sizes
@@ -32,18 +31,9 @@ INTERPOLATED = (2, 4)  # samples; at 1 sample a model may have fewer operations 
 
 def subject_of(recipe: LoadedRecipe, *, process: CaptureProcess | None = None) -> PlannedModel:
     """The recipe's model in the form that search and cost model take; captured in ``process`` if there is one."""
-    values = recipe.values
-    if values.model.layers is None:
-        model = PlanningModel(recipe, predicted=True, process=process)
-        return _captured_subject(
-            recipe,
-            model.graph,
-            model.sharding,
-            model.split,
-            model.graph_of,
-            fused_attention=_fused_attention(recipe),
-        )
-    return measured_model(recipe)
+    if recipe.values.model.layers is not None:
+        return measured_model(recipe)
+    return captured_subject(PlanningModel(recipe, predicted=True, process=process))
 
 
 def planning_subject(
@@ -58,96 +48,57 @@ def planning_subject(
     runs_here = len(cluster(recipe).nodes) == 1 and not only_predicted
     if recipe.values.model.layers is not None or runs_here:
         return subject_of(recipe, process=process)
-    model = PlanningModel(recipe, predicted=True, process=process)
+    return captured_subject(_InterpolatedModel(recipe, predicted=True, process=process))
 
-    captured = cache(model.graph)
 
-    @cache
-    def graph_at(samples: int) -> Graph:
-        if samples in INTERPOLATED:
-            return captured(samples)
-        try:
-            first, second = map(captured, INTERPOLATED)
-            return interpolate(first, second, samples)
-        except InputError:
-            return captured(samples)
+class _InterpolatedModel(PlanningModel):
+    """A model that is captured at INTERPOLATED sizes; its Graphs at other sizes are interpolated, if possible."""
 
-    def sharding(graph: Graph) -> Sharding:
+    def _graph(self, micro_batch_size: int) -> Graph:
+        if micro_batch_size not in INTERPOLATED:
+            with suppress(InputError):
+                first, second = map(self.graph, INTERPOLATED)
+                return interpolate(first, second, micro_batch_size)
+        return super()._graph(micro_batch_size)
+
+    def sharding(self, graph: Graph, subgraphs: int | None = None) -> Sharding:
         """The sharding of ``graph``; an interpolated Graph has the operations, and so the sharding, of its sources."""
-        return model.sharding(graph if graph.fingerprint else captured(INTERPOLATED[0]))
+        return super().sharding(graph if graph.fingerprint else self.graph(INTERPOLATED[0]), subgraphs)
 
-    def source_of(samples: int) -> int:
-        """The micro-batch size at which the model is divided for ``samples``: the same for all interpolated sizes."""
-        return samples if samples not in INTERPOLATED and graph_at(samples).fingerprint else INTERPOLATED[0]
+    def divided_at(self, micro_batch_size: int) -> int:
+        """The size at which the model is divided: the same for all interpolated sizes."""
+        captured = micro_batch_size not in INTERPOLATED and self.graph(micro_batch_size).fingerprint
+        return micro_batch_size if captured else INTERPOLATED[0]
 
-    def split(samples: int, share: Share) -> dict[str, Split]:
-        return model.split(source_of(samples), share)
-
-    return _captured_subject(
-        recipe, graph_at, sharding, split, model.graph_of, source_of, fused_attention=_fused_attention(recipe)
-    )
+    def split(self, micro_batch_size: int, share: Share) -> dict[str, Split]:
+        return super().split(self.divided_at(micro_batch_size), share)
 
 
-def captured_subject(
-    recipe: LoadedRecipe, graph_at: Callable[[int], Graph], model: PlanningModel | None = None
-) -> PlannedGraphs:
-    """The recipe's model for a caller that captures its Graphs anyway, such as a process that will run it.
-
-    ``model`` gives what follows from the Graphs (default: made in this process).
-    """
-    model = model or PlanningModel(recipe)
-    return _captured_subject(recipe, graph_at, model.sharding, model.split, model.graph_of, fused_attention=True)
-
-
-def runtime_memory(
-    recipe: LoadedRecipe, graph_at: Callable[[int], Graph], model: PlanningModel | None = None
-) -> PlanMemory:
-    """The memory of plans as this runtime trains them, whatever system the recipe's group ``prediction`` describes.
-
-    ``graph_at`` and ``model`` are as in ``captured_subject``.
-    """
-    model = model or PlanningModel(recipe)
-    training = recipe.values.training
-    subject = _captured_subject(
-        recipe,
-        graph_at,
-        model.sharding,
-        model.split,
-        model.graph_of,
-        fused_attention=True,
-        precision=training.precision,
-    )
-    settings, kind = optimizer_settings(recipe.values), recipe.values.cluster.device
-    options = memory_options(settings, kind, training.precision, lambda: graph_at(INTERPOLATED[0]))
-    options = with_workspaces(replace(options, deterministic=training.deterministic), cluster(recipe))
-    return PlanMemory(ModelWork(subject.work, options), options)
+def runtime_memory(model: PlanningModel) -> PlanMemory:
+    """The memory of plans as this runtime trains them, whatever system the recipe's group ``prediction`` describes."""
+    values = model.recipe.values
+    settings, precision = optimizer_settings(values), values.training.precision
+    options = memory_options(settings, values.cluster.device, precision, lambda: model.graph(INTERPOLATED[0]))
+    options = replace(options, deterministic=values.training.deterministic)
+    options = with_workspaces(options, cluster(model.recipe))
+    return PlanMemory(ModelWork(captured_subject(model, precision=precision).work, options), options)
 
 
-def _captured_subject(
-    recipe: LoadedRecipe,
-    graph_at: Callable[[int], Graph],
-    sharding: Callable[[Graph], Sharding],
-    split: Callable[[int, Share], dict[str, Split]],
-    graph_of: Callable[[int, Share], LocalGraph],
-    divided_at: Callable[[int], int] = lambda samples: samples,
-    *,
-    fused_attention: bool,
-    precision: str | None = None,
-) -> PlannedGraphs:
-    """``graph_of`` gives the Graph of a share at a number of samples, and ``divided_at`` the number from which the work
-    of shares at other numbers is taken. ``precision`` replaces the precision that the recipe predicts."""
-    prediction = recipe.values.prediction
+def captured_subject(model: PlanningModel, *, precision: str | None = None) -> PlannedGraphs:
+    """``model`` in the form that search and cost model take; ``precision`` replaces what the recipe predicts."""
+    values, fused_attention = model.recipe.values, model.fused_attention
+    prediction = values.prediction
     float8 = precision is None and prediction.precision == FLOAT8
-    precision = precision or predicted_precision(recipe.values)
+    precision = precision or predicted_precision(values)
 
     def work(graph: Graph) -> Work:
         return work_of(
             graph,
-            sharding(graph).bounds,
+            model.sharding(graph).bounds,
             precision=precision,
             fused=prediction.fused,
             fused_attention=fused_attention,
-            system=predicted_system(recipe.values),
+            system=predicted_system(values),
             float8=float8,
         )
 
@@ -155,25 +106,21 @@ def _captured_subject(
     def work_there(there: int, share: Share) -> Work:
         return work_of_local(
             subject.work(there),
-            graph_of(there, share),
+            model.graph_of(there, share),
             precision=precision,
             fused=prediction.fused,
             fused_attention=fused_attention,
-            system=predicted_system(recipe.values),
+            system=predicted_system(values),
             float8=float8,
         )
 
     def share_work(samples: int, share: Share) -> Work:
-        there = divided_at(samples)
+        there = model.divided_at(samples)
         local, whole = work_there(there, share), subject.work(there)
         return local if there == samples else work_scaled(local, whole, subject.work(samples), samples / there)
 
-    subject = PlannedGraphs(graph_at, work, lambda graph: sharding(graph).bounds, split, share_work)
+    subject = PlannedGraphs(model.graph, work, lambda graph: model.sharding(graph).bounds, model.split, share_work)
     return subject
-
-
-def _fused_attention(recipe: LoadedRecipe) -> bool:
-    return recipe.values.prediction.attention != UNFUSED
 
 
 def cost_model(recipe: LoadedRecipe, subject: PlannedModel) -> CostModel:

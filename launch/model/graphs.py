@@ -60,19 +60,27 @@ class PlanningModel:
         predicted: bool = False,
         captured_at: Callable[[int], "CapturedModel"] | None = None,
     ) -> None:
-        """``captured_at`` gives captures that this process needs anyway (default: made here, where they are needed)."""
+        """``captured_at`` gives captures that this process needs anyway, and their Graphs (default: made as needed)."""
         self._captured_at, self._programs = captured_at, dict[int, "CapturedModel"]()
-        self._recipe = recipe
+        self._graphs = dict[int, Graph]()
+        self.recipe = recipe
         self._cache = cache_of(recipe)
         self._fresh = fresh
-        self._process = process
+        self.process = process
         self._last_graphs = lru_cache(1)(self.local_graphs)  # the slices of a model are asked for one after the other
-        self._fused_attention = not (predicted and recipe.values.prediction.attention == UNFUSED)
-        self._elsewhere = partial(_planning_model, predicted=not self._fused_attention, fresh=fresh)
+        self.fused_attention = not (predicted and recipe.values.prediction.attention == UNFUSED)
+        self._elsewhere = partial(_planning_model, predicted=not self.fused_attention, fresh=fresh)
         self.captured = False  # whether anything was not in the cache
 
     def graph(self, micro_batch_size: int) -> Graph:
         """The Graph for micro-batches of so many samples; raises InputError where it cannot be captured."""
+        if micro_batch_size not in self._graphs:
+            self._graphs[micro_batch_size] = self._graph(micro_batch_size)
+        return self._graphs[micro_batch_size]
+
+    def _graph(self, micro_batch_size: int) -> Graph:
+        if self._captured_at is not None:
+            return self._captured_at(micro_batch_size).graph
         call = partial(_capture_to_json, self._elsewhere)
         identity = self.identity(graph_at=micro_batch_size)
         return self._made(identity, micro_batch_size, graph_from_json, self.captured_here, call)
@@ -83,7 +91,7 @@ class PlanningModel:
 
         identity = self.identity(graph_at=micro_batch_size)  # before the model's code is imported, as in graph()
         captured = self.program(micro_batch_size)
-        graph = captured.graph if self._fused_attention else describe(captured.exported, fused_attention=False)
+        graph = captured.graph if self.fused_attention else describe(captured.exported, fused_attention=False)
         self._cache.store(identity, graph_to_json(graph))
         return graph
 
@@ -94,13 +102,13 @@ class PlanningModel:
         process may not have imported the model's code, and the cache would not notice that it changes. Those of an
         interpolated Graph are not stored: at 1 sample it may have other operations than the model has.
         """
-        subgraphs = subgraphs or self._recipe.values.search.subgraphs
+        subgraphs = subgraphs or self.recipe.values.search.subgraphs
         if not graph.fingerprint:
             return shard(graph, subgraphs)
         identity = {
             "sharding_of": graph.fingerprint,
             "subgraphs": subgraphs,
-            "fused_attention": self._fused_attention,
+            "fused_attention": self.fused_attention,
         }
         sharding = None if self._fresh else self._cache.load(identity, sharding_from_json)
         if sharding is None:
@@ -108,6 +116,10 @@ class PlanningModel:
             self.captured = True
             self._cache.store(identity, asdict(sharding))
         return sharding
+
+    def divided_at(self, micro_batch_size: int) -> int:
+        """The size at which the model is divided among shares of micro-batches of so many samples."""
+        return micro_batch_size
 
     def split(self, micro_batch_size: int, share: Share) -> dict[str, Split]:
         """``Plan.split`` of a plan whose ranks have ``share`` of the work.
@@ -129,7 +141,7 @@ class PlanningModel:
 
         identity = self._split_identity(micro_batch_size, share)
         captured = self.program(micro_batch_size)
-        rules = self._recipe.values.model.tensor_parallel
+        rules = self.recipe.values.model.tensor_parallel
         with stdout_to_stderr():
             split = planned_split(captured, share, rules=rules)
         self._cache.store(identity, {name: asdict(weight_split) for name, weight_split in split.items()})
@@ -160,7 +172,7 @@ class PlanningModel:
             split = self.split_here(micro_batch_size, share) if known is None else known
         captured = self.program(micro_batch_size)
         with stdout_to_stderr():
-            model = derived(captured, share, split=split, fused_attention=self._fused_attention)
+            model = derived(captured, share, split=split, fused_attention=self.fused_attention)
         graphs = local_graphs(model)
         self._cache.store(identity, [local_graph_to_json(graph) for graph in graphs])
         return graphs
@@ -176,7 +188,7 @@ class PlanningModel:
         captured = self._programs.pop(micro_batch_size, None)
         if captured is None:
             last = next(reversed(self._programs.values()), None)  # it knows what another capture had to find out
-            afresh = partial(captured_model, self._recipe, fresh=self._fresh)
+            afresh = partial(captured_model, self.recipe, fresh=self._fresh)
             captured = (self._captured_at or (last and last.at_size) or afresh)(micro_batch_size)
         self._programs[micro_batch_size] = captured
         for oldest in list(self._programs)[:-_KEPT]:
@@ -199,30 +211,30 @@ class PlanningModel:
         if cached is not None:
             return cached
         self.captured = True
-        if self._process is not None:
-            return read(self._process.call(call, self._recipe, micro_batch_size))
-        if device(self._recipe.values) == "cuda" and torch_has_cuda():
+        if self.process is not None:
+            return read(self.process.call(call, self.recipe, micro_batch_size))
+        if device(self.recipe.values) == "cuda" and torch_has_cuda():
             # In this process a capture would start CUDA and keep memory of a GPU, which the ranks need.
             with CaptureProcess() as process:
-                return read(process.call(call, self._recipe, micro_batch_size))
+                return read(process.call(call, self.recipe, micro_batch_size))
         return here(micro_batch_size)
 
     def _local_identity(self, micro_batch_size: int, share: Share) -> dict[str, Any]:
         if share.tp == 1:
             return self.identity(sliced_at=micro_batch_size, slices=share.slices)
         split = self._split_identity(micro_batch_size, share)
-        return {**split, "slices": share.slices, "fused_attention": self._fused_attention}
+        return {**split, "slices": share.slices, "fused_attention": self.fused_attention}
 
     def _split_identity(self, micro_batch_size: int, share: Share) -> dict[str, Any]:
-        rules = list(self._recipe.values.model.tensor_parallel.items())
+        rules = list(self.recipe.values.model.tensor_parallel.items())
         identity = {**self.identity(split_at=micro_batch_size), **asdict(share.of_all_tokens), "rules": rules}
         identity.pop("attention", None)  # a rank runs the same operations, however they are described
         return identity
 
     def identity(self, **what: int) -> dict[str, Any]:
         """As ``identity_of``, for the costs of this model's Graphs."""
-        identity = identity_of(self._recipe, **what)
-        return identity if self._fused_attention else {**identity, "attention": UNFUSED}
+        identity = identity_of(self.recipe, **what)
+        return identity if self.fused_attention else {**identity, "attention": UNFUSED}
 
 
 Elsewhere = Callable[[LoadedRecipe], PlanningModel]  # gives the PlanningModel of a recipe in a CaptureProcess

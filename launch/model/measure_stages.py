@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from functools import cache
 
 from auto3d.cost.profile import CandidateTimes, Profile, ProfileError
 from auto3d.partition.methods.rannc import candidate_blocks
@@ -38,9 +37,7 @@ def measure_candidates(
     planning = PlanningModel(recipe, predicted=True)
     machine = profile.measured(cluster(recipe))
     size = default_micro_batch_size(recipe)
-    request = request_on(
-        machine, recipe, planning, cache(planning.graph), profile, cuts=(), stages=None, micro_batch_size=size
-    )
+    request = request_on(machine, planning, profile, cuts=(), stages=None, micro_batch_size=size)
     profiles, blocks = candidate_blocks(request)
     settings, data = training_settings(recipe.values, iterations=1), training_data(recipe)
     devices = devices_for(recipe, 1, size=1)

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from auto3d.capture.graph import Graph
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.plan import AUTO3D, Plan
@@ -97,18 +96,16 @@ class PlanPredictions:
     profiled: bool = True  # whether they rest on a profile of the machine
 
 
-def predict_plans(
-    recipe: LoadedRecipe, plans: Sequence[Plan], graph_at: Callable[[int], Graph], model: PlanningModel
-) -> PlanPredictions:
-    """The predictions for ``plans``, which are about to run.
+def predict_plans(model: PlanningModel, plans: Sequence[Plan]) -> PlanPredictions:
+    """The predictions for ``plans`` of ``model``, which are about to run.
 
     There are none where nothing is known about the devices: the recipe names no accelerator, and no profile fits. Nor
     are there any for emulated devices, whose times are not the cluster's.
     """
-    none = PlanPredictions({}, "")
+    recipe, none = model.recipe, PlanPredictions({}, "")
     if emulation(recipe.values) is not None:
         return none
-    costs = cost_model(recipe, captured_subject(recipe, graph_at, model))
+    costs = cost_model(recipe, captured_subject(model))
     kinds = (recipe.values.cluster, *recipe.values.cluster.more)
     if not costs.measured_in and any(kind.accelerator is None for kind in kinds):
         return none
@@ -134,7 +131,7 @@ def predicted_timeline(recipe: LoadedRecipe, plan: Plan) -> tuple[Timeline | Non
         schedule = schedule_of(plan)
         times = given.costs_of_plan(plan, schedule, model.graph)
         return simulate(schedule, times), "emulation"
-    costs = cost_model(recipe, captured_subject(recipe, model.graph, model))
+    costs = cost_model(recipe, captured_subject(model))
     kinds = (recipe.values.cluster, *recipe.values.cluster.more)
     if not costs.measured_in and any(kind.accelerator is None for kind in kinds):
         return None, "the recipe names no accelerator, and there is no profile of this machine (auto3d profile)"

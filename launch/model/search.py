@@ -74,7 +74,7 @@ def search_recipe(
         space = amp_space(space, model.cluster)
     domain = Domain(space, model.cluster, task(recipe))
     if recipe.values.model.layers is None:
-        check_rules(recipe, domain, PlanningModel(recipe, process=process))
+        check_rules(domain, PlanningModel(recipe, process=process))
     maker = PlanMaker(subject, model, task(recipe), check=check, order_seconds=settings.order_seconds)
     _prepare(maker, domain)
     budget = Budget(

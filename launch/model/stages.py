@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from math import prod
 
 from auto3d.capture.graph import Graph
@@ -100,17 +99,14 @@ def partition_model(
     equally many samples, as a plan requires.
     """
     model = PlanningModel(recipe, fresh=fresh, predicted=True)
-    graph_at = cache(model.graph)
-    stored = find_profile(recipe, lambda samples: graph_at(samples).fingerprint)
+    stored = find_profile(recipe, lambda samples: model.graph(samples).fingerprint)
     measured_in, profile = ("", None) if stored is None else (str(stored[0]), stored[1])
     machine = cluster(recipe) if profile is None else profile.measured(cluster(recipe))
     if memory_gib is not None:
         machine = with_memory(machine, memory_gib * 2**30)
     size = micro_batch_size or default_micro_batch_size(recipe)
-    sharding = model.sharding(graph_at(size), subgraphs)
-    request = request_on(
-        machine, recipe, model, graph_at, profile, cuts=sharding.bounds, stages=stages, micro_batch_size=size
-    )
+    sharding = model.sharding(model.graph(size), subgraphs)
+    request = request_on(machine, model, profile, cuts=sharding.bounds, stages=stages, micro_batch_size=size)
     request = replace(request, equal_slices=equal_slices)
     result = partition(method, request)
     stage_figures = _stage_figures(request.graph, sharding, request.costs, result)
@@ -135,30 +131,24 @@ def partition_model(
 
 def request_on(
     machine: Cluster,
-    recipe: LoadedRecipe,
     model: PlanningModel,
-    graph_at: Callable[[int], Graph],
     profile: Profile | None,
     *,
     cuts: Sequence[int],
     stages: int | None,
     micro_batch_size: int,
 ) -> PartitionRequest:
-    """What a partition method is asked for ``recipe`` on ``machine``, with the measured times of ``profile``.
-
-    ``graph_at`` gives the Graphs of ``model``.
-    """
-    first = max(
-        LEAST_CAPTURED, micro_batch_size
-    )  # the Graphs that RaNNC interpolates have the operations of this Graph
+    """What a partition method is asked for ``model`` on ``machine``, with the measured times of ``profile``."""
+    recipe = model.recipe
+    first = max(LEAST_CAPTURED, micro_batch_size)  # Graphs that RaNNC interpolates have the operations of this Graph
     return PartitionRequest(
-        graph_at=graph_at,
+        graph_at=model.graph,
         costs_of=costs_on(
             machine,
             recipe,
             stages=stages,
             profile=profile,
-            bounds_of=lambda graph: model.sharding(graph if graph.fingerprint else graph_at(first)).bounds,
+            bounds_of=lambda graph: model.sharding(graph if graph.fingerprint else model.graph(first)).bounds,
         ),
         cuts=cuts,
         stages=stages,

@@ -1,21 +1,18 @@
 """The plans of a recipe's search space that a sweep runs, and the reasons why others do not run."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from auto3d.capture.graph import Graph
 from auto3d.errors import InputError
 from auto3d.plan import AUTO3D, Plan
 from auto3d.search.axes import Candidate
 from auto3d.search.listing import ListedCandidate, list_candidates
 from auto3d.search.space import Domain, Refusals, without_numbers
 from launch.model.candidates import check_memory_known, check_rules, exact_plans, runnable_maker, task
-from launch.model.capture_process import CaptureProcess
 from launch.model.graphs import PlanningModel
 from launch.model.nearest import none_runs
 from launch.model.search import search_recipe
-from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema_key import AUTO
 from launch.recipe.settings import cluster, search_space
 
@@ -30,39 +27,27 @@ class SweepPlans:
     refused: Refusals = field(default_factory=Refusals)
 
 
-def plans_of_sweep(
-    recipe: LoadedRecipe,
-    graph_at: Callable[[int], Graph],
-    model: PlanningModel,
-    *,
-    before: Sequence[Candidate] = (),
-    process: CaptureProcess | None = None,
-) -> SweepPlans:
-    """The plans that a sweep of ``recipe`` runs; raises RecipeError if none can run.
+def plans_of_sweep(model: PlanningModel, *, before: Sequence[Candidate] = ()) -> SweepPlans:
+    """The plans that a sweep of the recipe of ``model`` runs; raises RecipeError if none can run.
 
     They are all plans of the search space or, if there are more than search.max_trials, the plans of the candidates
-    ``before`` and then the fastest by prediction. ``graph_at`` and ``model`` give the Graphs, and what follows from
-    them; what they do not know is captured in ``process``, if there is one.
+    ``before`` and then the fastest by prediction.
     """
+    recipe = model.recipe
     if AUTO in recipe.values.search.recompute:
         check_memory_known(recipe, "search.recompute")
     domain = Domain(search_space(recipe.values), cluster(recipe), task(recipe))
     engines = {candidate.engine for candidate in domain.degrees}
     if len(domain) <= recipe.values.search.max_trials or engines != {AUTO3D}:  # nothing predicts other engines
-        return _listed(recipe, domain, graph_at, model, before)
-    return _searched(recipe, graph_at, model, before, process)
+        return _listed(model, domain, before)
+    return _searched(model, before)
 
 
-def _listed(
-    recipe: LoadedRecipe,
-    domain: Domain,
-    graph_at: Callable[[int], Graph],
-    model: PlanningModel,
-    before: Sequence[Candidate],
-) -> SweepPlans:
+def _listed(model: PlanningModel, domain: Domain, before: Sequence[Candidate]) -> SweepPlans:
     """Every plan of ``domain``; of too many, the plans of ``before``, and then the fastest if auto3d ran them."""
-    check_rules(recipe, domain, model)
-    maker = runnable_maker(recipe, graph_at, model)
+    recipe = model.recipe
+    check_rules(domain, model)
+    maker = runnable_maker(model)
     listed = list(list_candidates(domain, maker))
     candidates = {entry.plan: entry.candidate for entry in listed if entry.plan is not None}
     refused = Refusals() if listed else domain.refused  # no degrees have the right number of devices
@@ -80,23 +65,17 @@ def _listed(
     return SweepPlans(candidates=candidates, left_out=left_out, infeasible=_refused_by_peers(listed), refused=refused)
 
 
-def _searched(
-    recipe: LoadedRecipe,
-    graph_at: Callable[[int], Graph],
-    model: PlanningModel,
-    before: Sequence[Candidate],
-    process: CaptureProcess | None,
-) -> SweepPlans:
+def _searched(model: PlanningModel, before: Sequence[Candidate]) -> SweepPlans:
     """The plans of ``before`` or, if there are none, the fastest of a search."""
+    recipe, maker = model.recipe, runnable_maker(model)
     most = recipe.values.search.max_trials
-    maker = runnable_maker(recipe, graph_at, model)
     candidates: dict[Plan, Candidate] = {}
     for candidate in before:
         with suppress(InputError):  # the model's code may have changed since
             candidates[maker.plan(candidate)] = candidate
     if candidates:
         return SweepPlans(candidates=candidates)
-    search = search_recipe(recipe, process=process, best=most)
+    search = search_recipe(recipe, process=model.process, best=most)
     exact, refused = exact_plans(recipe, maker), search.refused()
     for ranked_plan in search.ranked():
         if len(candidates) == most:

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
-from auto3d.capture.graph import Graph
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.plan import AUTO3D, Plan
@@ -80,12 +78,11 @@ def source_of(recipe: LoadedRecipe, tell: Tell = None) -> ReportSource:
 def _of_sweep(results: tables.Results) -> ReportSource:
     recipe = results.recipe
     model = PlanningModel(recipe)
-    graph_at = cache(model.graph)
     swept_before = [candidate_in(fields) for fields in results.candidates.values()]
-    swept = plans_of_sweep(recipe, graph_at, model, before=swept_before)
+    swept = plans_of_sweep(model, before=swept_before)
     candidate_of = swept.candidates
-    costs = candidates.runnable_maker(recipe, graph_at, model).model
-    plans = list(_measured_plans(recipe, results.measurements, candidate_of, costs, graph_at))
+    costs = candidates.runnable_maker(model).model
+    plans = list(_measured_plans(model, results.measurements, candidate_of, costs))
     return ReportSource(
         recipe=recipe,
         verb="sweep",
@@ -99,19 +96,15 @@ def _of_sweep(results: tables.Results) -> ReportSource:
 
 
 def _measured_plans(
-    recipe: LoadedRecipe,
-    measurements: Sequence[Measurement],
-    candidate_of: dict[Plan, Candidate],
-    costs: CostModel,
-    graph_at: Callable[[int], Graph],
+    model: PlanningModel, measurements: Sequence[Measurement], candidate_of: dict[Plan, Candidate], costs: CostModel
 ) -> Iterator[ReportedPlan]:
     """The plans of ``measurements``, each with all of its trials."""
-    compared = not _why_not_compared(recipe, costs)
+    compared = not _why_not_compared(model.recipe, costs)
     trials: dict[Plan, list[Measurement]] = {}
     for measurement in measurements:
         trials.setdefault(measurement.plan, []).append(measurement)
     for plan, ended in trials.items():
-        current = plan.engine != AUTO3D or plan.graph == graph_at(samples_at_once(plan)).fingerprint
+        current = plan.engine != AUTO3D or plan.graph == model.graph(samples_at_once(plan)).fingerprint
         known = current and plan.engine == AUTO3D  # only auto3d has a cost model
         yield ReportedPlan(plan, candidate_of.get(plan), tuple(ended), costs if known else None, compared)
 
@@ -175,15 +168,14 @@ def _same_settings(recipe: LoadedRecipe, trial: str) -> bool:
 def _of_tune(recipe: LoadedRecipe, measurements: list[Measurement], tell: Tell) -> ReportSource:
     search = _of_search(recipe, "", tell)
     model = PlanningModel(recipe)
-    graph_at = cache(model.graph)
-    costs = candidates.runnable_maker(recipe, graph_at, model).model
+    costs = candidates.runnable_maker(model).model
     untried = {replace(reported.plan, graph=""): reported for reported in search.plans}
     candidate_of: dict[Plan, Candidate] = {}
     for plan in {measurement.plan for measurement in measurements}:
         searched = untried.pop(replace(plan, graph=""), None)
         if searched is not None and searched.candidate is not None:
             candidate_of[plan] = searched.candidate
-    tried = list(_measured_plans(recipe, measurements, candidate_of, costs, graph_at))
+    tried = list(_measured_plans(model, measurements, candidate_of, costs))
     results = tables.results(recipe, measurements, len(measurements), 0)
     return replace(
         search,

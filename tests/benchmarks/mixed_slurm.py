@@ -227,7 +227,7 @@ def measure(cluster: SlurmCluster, folder: Path) -> tuple[str, float]:
 
 def report(recipe: LoadedRecipe, compared: Sequence[Compared], tables: Sequence[str]) -> str:
     model = PlanningModel(recipe)
-    costs = cost_model(recipe, captured_subject(recipe, model.graph))
+    costs = cost_model(recipe, captured_subject(model))
     cluster = cluster_of(recipe)
     rows = []
     for one in compared:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -81,9 +80,7 @@ def compare_candidates(profile: Profile) -> None:
     recipe = load("tiny", [*MODEL, *PLAN])
     planning = PlanningModel(recipe, predicted=True)
     machine, size = profile.measured(cluster(recipe)), default_micro_batch_size(recipe)
-    request = request_on(
-        machine, recipe, planning, cache(planning.graph), profile, cuts=(), stages=None, micro_batch_size=size
-    )
+    request = request_on(machine, planning, profile, cuts=(), stages=None, micro_batch_size=size)
     profiles, blocks = candidate_blocks(request)
     sums = Runs(profiles.graph, blocks, profiles.costs).at(profiles.at(size))
     ratios: dict[int, list[float]] = {}

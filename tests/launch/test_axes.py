@@ -67,7 +67,7 @@ assert "expert" in PLAN_COLUMNS and candidate_of_row(recipe, row).expert == 2
 assert candidate_of(recipe.values.plan).expert == 2
 
 graphs = PlanningModel(recipe)
-plan = of_plan(recipe, recipe.values.plan, graphs.graph)
+plan = of_plan(graphs, recipe.values.plan)
 assert plan.expert == 2 and Plan.from_json(plan.to_json()) == plan
 assert plan_name(plan) == "dp=1 tp=1 pp=2 micro-batch=4 1f1b, expert=2"
 assert training_of(recipe, plan).name != training_of(recipe, replace(plan, expert=1)).name

@@ -464,7 +464,7 @@ def test_a_sweep_of_too_many_plans_runs_the_best_predicted_and_keeps_to_them(fol
     recipe = load("own.yaml", [*space, "search.max_trials=2"])
     model = PlanningModel(recipe)
     fields = {name: ranked[-1][name] for name in Candidate.__dataclass_fields__}
-    found = plans_of_sweep(recipe, model.graph, model, before=[Candidate(**fields)])
+    found = plans_of_sweep(model, before=[Candidate(**fields)])
     assert list(found.candidates.values()) == [Candidate(**fields)], "a candidate that was chosen before stays"
 
 

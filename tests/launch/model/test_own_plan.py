@@ -17,8 +17,8 @@ def made(*overrides: str, wanted: Candidate) -> tuple[Plan, Plan]:
     """The plan of small.yaml under ``overrides``, and the plan of the candidate that they describe."""
     recipe = load("small.yaml", overrides)
     graphs = PlanningModel(recipe)
-    maker = runnable_maker(recipe, graphs.graph, graphs)
-    return of_plan(recipe, recipe.values.plan, graphs.graph, graphs), maker.plan(wanted)
+    maker = runnable_maker(graphs)
+    return of_plan(graphs, recipe.values.plan), maker.plan(wanted)
 
 
 @pytest.mark.parametrize(

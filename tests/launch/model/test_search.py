@@ -45,7 +45,7 @@ def test_a_sweep_of_a_large_space_captures_only_the_sizes_that_it_runs(monkeypat
     monkeypatch.setattr(model, "export", counted)
     recipe = load("gpt20b", [*SMALL, "search.max_trials=1", "search.tp=[1,2]", "search.pp=[2,4]"])
     planning = PlanningModel(recipe)
-    found = plans_of_sweep(recipe, planning.graph, planning)
+    found = plans_of_sweep(planning)
     (plan,) = found.candidates
     assert sorted(captured) == sorted({2, 4, plan.micro_batch_size})
     assert found.left_out > 50

@@ -99,7 +99,7 @@ def stored(captured_elsewhere, tmp_path, monkeypatch, own_modules):
     monkeypatch.setenv("AUTO3D_CACHE", str(folder / "cache"))
     recipe = load("own.yaml")
     model = PlanningModel(recipe)
-    plan = of_plan(recipe, recipe.values.plan, model.graph, model)
+    plan = of_plan(model, recipe.values.plan)
     assert not model.captured
     copy_programs(recipe, plan, tmp_path)
     (copy,) = tmp_path.iterdir()
