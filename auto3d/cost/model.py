@@ -210,15 +210,13 @@ class CostModel:
             link = traffic.tensor[home[0], pipeline] if plan.tp > 1 and collectives else None
             recompute = number in shape.recompute
             passes.append([self._pass_times(stage, recompute, share, accelerator, link, *sizes) for share in shares])
-            group = plan.meshes[home[0]].at(tensor=0)
             update.append(
                 update_s(
                     self._work,
                     self.training,
                     plan,
-                    stage,
+                    number,
                     accelerator=accelerator,
-                    group=group,
                     traffic=traffic,
                     forward=sum(times.forward for times in passes[-1]),
                 )

@@ -7,10 +7,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from auto3d.cluster import Accelerator, Cluster, Link
-from auto3d.conversions import Collective
 from auto3d.cost.collectives import GroupLink, Traffic
 from auto3d.cost.message_links import MessageLinks, Sent, sent_between
-from auto3d.mesh import PIPELINE, TENSOR, Mesh
+from auto3d.mesh import PIPELINE, REPLICA, TENSOR, Mesh
 from auto3d.resplit import pieces
 
 TOTALS_BYTES = 16  # the loss and the gradient norm, which all ranks reduce once per iteration
@@ -36,9 +35,9 @@ class PlacedTraffic:
         *,
         alternates: bool = True,
     ) -> None:
-        self._traffic = traffic
+        self._traffic, self._meshes = traffic, meshes
         self.homes, self._tp = homes, meshes[0].size(TENSOR)
-        self._tied: dict[tuple[int, ...], tuple[Traffic, tuple[int, ...]]] = {}
+        self._tied: dict[tuple[tuple[int, ...], bool], tuple[Traffic, tuple[int, ...]]] = {}
         pipelines = range(meshes[0].size(PIPELINE))
         self._ranks = {(n, p): mesh.at(pipeline=p) for n, mesh in enumerate(meshes) for p in pipelines}
         self._slowest = {key: cluster.slowest(ranks) for key, ranks in self._ranks.items()}
@@ -60,10 +59,10 @@ class PlacedTraffic:
         alone = traffic(cluster, [])
         self._link = links.link if traffic.shares_links else lambda source, target: alone.link((source, target))
         self.routes = cache(self._find_routes)
-        self.holders = [_shard_holders(meshes, stage_homes, 0) for stage_homes in homes]
+        self.holders = [_holders(meshes, stage_homes, tensor=0) for stage_homes in homes]
         # Stages on the same devices reduce their gradients one after the other, as in the simulator.
         sync_groups = [
-            _shard_holders(meshes, stage_homes, shard)
+            _holders(meshes, stage_homes, tensor=shard)
             for stage_homes in dict.fromkeys(tuple(sorted(devices)) for devices in homes)
             for shard in range(self._tp)
         ]
@@ -100,18 +99,20 @@ class PlacedTraffic:
             if piece.length is not None
         )
 
-    def tied_s(self, stages: tuple[int, ...], size: float) -> float:
-        """Seconds of an all-reduce of tied weights among ``stages``; the groups of all shards reduce at the same time.
+    def summing(self, stages: tuple[int, ...], *, apart: bool = False) -> tuple[Traffic, tuple[int, ...]]:
+        """The ranks that hold the weights of ``stages``, of the first shard, and their Traffic, beside other shards'.
 
-        Each tensor-parallel shard has one group, with one rank per device: the first replica in the first pipeline.
-        Stages on one device share the weights.
+        ``apart``: each of the stages has summed its own copy of the gradients, so one rank per device takes part, of
+        the first replica in the first pipeline. Stages on one device share the weights.
         """
-        if stages not in self._tied:
-            heads = [self._ranks[device, 0] for device in dict.fromkeys(self.homes[stage][0] for stage in stages)]
-            groups = [tuple(ranks[shard] for ranks in heads) for shard in range(self._tp)]
-            self._tied[stages] = self._traffic(self._cluster, groups), groups[0]
-        traffic, group = self._tied[stages]
-        return traffic.seconds(Collective.ALL_REDUCE, group, size)
+        if len(stages) == 1:
+            return self.sync, self.holders[stages[0]]
+        if (stages, apart) not in self._tied:
+            devices = tuple(dict.fromkeys(d for stage in stages for d in self.homes[stage][: 1 if apart else None]))
+            first = {PIPELINE: 0, REPLICA: 0} if apart else {}
+            groups = [_holders(self._meshes, devices, tensor=shard, **first) for shard in range(self._tp)]
+            self._tied[stages, apart] = self._traffic(self._cluster, groups), groups[0]
+        return self._tied[stages, apart]
 
     def accelerator(self, devices: Sequence[int], pipeline: int) -> Accelerator:
         """The slowest kind of accelerator among the pipeline devices ``devices`` of one pipeline."""
@@ -155,6 +156,6 @@ def _exchanging(here: Sequence[int], there: Sequence[int], tp: int) -> Iterator[
         yield from zip(here[source : source + tp], there[target : target + tp], strict=True)
 
 
-def _shard_holders(meshes: Sequence[Mesh], devices: Sequence[int], shard: int) -> tuple[int, ...]:
-    """The ranks of the pipeline devices ``devices`` that hold this tensor-parallel shard."""
-    return tuple(rank for device in devices for rank in meshes[device].at(tensor=shard))
+def _holders(meshes: Sequence[Mesh], devices: Sequence[int], **place: int) -> tuple[int, ...]:
+    """The ranks of the pipeline devices ``devices`` at ``place``, such as ``tensor=0``: the holders of that shard."""
+    return tuple(rank for device in devices for rank in meshes[device].at(**place))

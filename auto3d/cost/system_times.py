@@ -17,6 +17,9 @@ class SystemTimes:
     reduce_shards: bool = True
     """Under ZeRO-1 a reduce-scatter gives a rank the summed gradients of its own shard. False: an all-reduce gives it
     all of them."""
+    tied_apart: bool = True
+    """Under ZeRO-1 each stage that holds a tied parameter sums its gradient, and then an all-reduce among the stages
+    follows, as in Megatron-LM. False: one reduce-scatter among all holders, and one all-gather of the weight."""
     sync_in_backward: bool = False
     """Without ZeRO-1, the sum of gradients begins inside the last backward, as in torch's DistributedDataParallel."""
     whole_update_bytes: float = 0.0
@@ -49,6 +52,7 @@ OWN = SystemTimes(
     # This project's runtime: its executor's processor time for an operation, with messages and waits, on empty stages
     # under 1F1B on 2 ranks (results/runtime, 256 micro-batches, gloo on a CPU; on a GPU's host it was not measured).
     operation_s=154e-6,
+    tied_apart=False,  # runtime/messages/gradient_sync.py
 )
 
 NANOTRON_TIMES = SystemTimes(

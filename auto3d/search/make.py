@@ -21,7 +21,7 @@ from auto3d.schedule.moments import stages_of
 from auto3d.schedule.shape import Shape, shape, shape_of
 from auto3d.search.axes import DEFAULTS_OF_SHARDS, EQUAL, OF_PLANS, UNEVEN, Candidate
 from auto3d.search.kept_fractions import KeptFractions, Limits, largest_fraction
-from auto3d.search.placement import MEGATRON, place, place_replicas
+from auto3d.search.placement import MEGATRON, Degrees, place, place_replicas
 from auto3d.search.planned_model import PlannedModel
 from auto3d.search.problem import CandidateProblem
 from auto3d.search.recompute import AUTO, FULL, NONE, schedule_options
@@ -269,9 +269,7 @@ class PlanMaker:
             placement=place(
                 candidate.placement if candidate.replicas == EQUAL else MEGATRON,
                 self.model.cluster,
-                dp=candidate.dp,
-                tp=candidate.tp,
-                pp=candidate.pp,
+                Degrees.of(candidate),
             ),
             seed=self.workload.seed,
             split=self._split(samples, share_of(candidate)),

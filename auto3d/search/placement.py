@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 from auto3d.cluster import Cluster, place_ranks
 from auto3d.plan import PlanError
@@ -11,11 +12,23 @@ Placement = tuple[tuple[int, ...], ...]
 MEGATRON = "megatron"
 
 
-def place(name: str, cluster: Cluster, *, dp: int, tp: int, pp: int) -> Placement:
+class Degrees(NamedTuple):
+    """The degrees of a Plan, or of a candidate, that decide its ranks."""
+
+    dp: int
+    tp: int
+    pp: int
+
+    @classmethod
+    def of(cls, candidate: Any) -> "Degrees":
+        return cls(*[getattr(candidate, name) for name in cls._fields])
+
+
+def place(name: str, cluster: Cluster, degrees: Degrees) -> Placement:
     """The ``Plan.placement`` called ``name``; raises PlanError if it is not possible on the cluster."""
     if name == MEGATRON:
-        return _place_ranks(dp=dp, pp=pp, tp=tp)
-    return _PLACEMENTS[name](cluster.amp_mesh or mesh(tuple(node.devices for node in cluster.nodes)), dp, tp, pp)
+        return _place_ranks(**degrees._asdict())
+    return _PLACEMENTS[name](cluster.amp_mesh or mesh(tuple(node.devices for node in cluster.nodes)), *degrees)
 
 
 _place_ranks = lru_cache(4096)(place_ranks)  # the plans of a search share their placements

@@ -16,7 +16,7 @@ from auto3d.schedule import SCHEDULES, parse_schedule
 from auto3d.schedule.shape import shape
 from auto3d.search.axes import AXES, CHOICES, EQUAL, Candidate
 from auto3d.search.make import PlanMaker
-from auto3d.search.placement import place
+from auto3d.search.placement import Degrees, place
 from auto3d.search.recompute import FULL, NONE, schedule_options
 from auto3d.search.space import Domain
 from auto3d.share import Share, share_of
@@ -48,7 +48,7 @@ class Promises:
         if candidate.tp == 1:
             return self._least_s(candidate, (None,))
         try:
-            links = self._links(candidate.placement, candidate.dp, candidate.tp, candidate.pp)
+            links = self._links(candidate.placement, Degrees.of(candidate))
         except InputError:  # there is no such placement: the maker says so
             return 0.0
         return self._least_s(candidate, links)
@@ -125,9 +125,9 @@ class Promises:
             once = max(once, again)
         return _ROUNDING * self._micro_batches(candidate) * once
 
-    def _make_links(self, placement: str, dp: int, tp: int, pp: int) -> tuple[GroupLink, ...]:
+    def _make_links(self, placement: str, degrees: Degrees) -> tuple[GroupLink, ...]:
         """The different links of the tensor-parallel groups."""
-        placed = place(placement, self._model.cluster, dp=dp, tp=tp, pp=pp)
+        placed, tp = place(placement, self._model.cluster, degrees), degrees.tp
         return self._model.group_links(
             [ranks[first : first + tp] for ranks in placed for first in range(0, len(ranks), tp)]
         )

@@ -16,7 +16,7 @@ from auto3d.schedule.shape import listed, shape_of
 from auto3d.search.axes import EQUAL, OF_PLANS, Candidate, degrees_of
 from auto3d.search.bound import least_of_any_order_s, least_s
 from auto3d.search.make import PlanMaker
-from auto3d.search.placement import MEGATRON, nodes_of, place
+from auto3d.search.placement import MEGATRON, Degrees, nodes_of, place
 from auto3d.search.planner_options import PlannerOptions
 from auto3d.search.promise import Promises
 from auto3d.search.space import Domain, Refusals
@@ -177,14 +177,14 @@ class Search:
         """The first candidate that differs only in a placement with equal nodes, if that was looked at before."""
         if candidate.replicas != EQUAL or is_sought(candidate):
             return None
-        nodes = self._nodes(candidate.placement, candidate.dp, candidate.tp, candidate.pp)
+        nodes = self._nodes(candidate.placement, Degrees.of(candidate))
         first = self._placed.setdefault((replace(candidate, placement=MEGATRON), nodes), candidate)
         return None if first is candidate else first
 
-    def _make_nodes(self, placement: str, dp: int, tp: int, pp: int) -> int:
+    def _make_nodes(self, placement: str, degrees: Degrees) -> int:
         """A number for the nodes of a placement; raises PlanError if there is no such placement."""
         cluster = self.maker.model.cluster
-        nodes = nodes_of(place(placement, cluster, dp=dp, tp=tp, pp=pp), cluster)
+        nodes = nodes_of(place(placement, cluster, degrees), cluster)
         return self._numbers_of_nodes.setdefault(nodes, len(self._numbers_of_nodes))
 
     def _follow(self, candidate: Candidate, first: Candidate) -> None:
@@ -192,9 +192,7 @@ class Search:
         if first not in self._plans:
             reason, kind = self._reasons[first]
             raise PlanError(reason, kind=kind)
-        placement = place(
-            candidate.placement, self.maker.model.cluster, dp=candidate.dp, tp=candidate.tp, pp=candidate.pp
-        )
+        placement = place(candidate.placement, self.maker.model.cluster, Degrees.of(candidate))
         self._plans[candidate] = replace(self._plans[first], placement=placement)
         self._bounds[candidate] = self._bounds[first]
 

@@ -9,6 +9,7 @@ from auto3d.cost.calibrate import COMPUTE, calibrate
 from launch.console.output import print_json
 from launch.console.progress import at_work
 from launch.model.calibration import GROUPED, by_group, measurements
+from launch.recipe.cluster_schema import FIGURES
 from launch.recipe.load import LoadedRecipe
 
 WORST = 10
@@ -16,11 +17,7 @@ WORST = 10
 WRITTEN = {
     "matrix_efficiency": ("matrix_efficiency", 1.0),
     "half_flops": ("half_gflops", 1e-9),
-    "memory_efficiency": ("memory_efficiency", 1.0),
-    "launch_s": ("launch_us", 1e6),
-    "collective_launch_s": ("collective_launch_us", 1e6),
-    "micro_batch_s": ("micro_batch_us", 1e6),
-    "iteration_s": ("iteration_ms", 1e3),
+    **FIGURES,
     "inside.latency_s": ("inside.latency_us", 1e6),
     "inside.bandwidth": ("inside.gbit_per_s", 8e-9),
     "outside.latency_s": ("outside.latency_us", 1e6),

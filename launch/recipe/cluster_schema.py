@@ -127,6 +127,19 @@ class AcceleratorRecipe:
     )
 
 
+FIGURES = {
+    "memory_efficiency": ("memory_efficiency", 1.0),
+    "launch_s": ("launch_us", 1e6),
+    "collective_launch_s": ("collective_launch_us", 1e6),
+    "crossing_launch_s": ("crossing_launch_us", 1e6),
+    "micro_batch_s": ("micro_batch_us", 1e6),
+    "iteration_s": ("iteration_ms", 1e3),
+    "sync_start_s": ("sync_start_ms", 1e3),
+    "sync_slowdown": ("sync_slowdown", 1.0),
+}
+"""Field of an Accelerator -> the key that says it, and how many of the key's units are one of the field's."""
+
+
 @dataclass
 class ClusterRecipe(NodesRecipe):
     more: list[NodesRecipe] = key([], "more nodes, of other kinds")

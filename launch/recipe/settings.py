@@ -1,6 +1,7 @@
 """Recipe -> the settings of the engine, one function per group."""
 
 from dataclasses import asdict, replace
+from typing import Any
 
 from auto3d.cluster import Accelerator, BusBandwidths, Cluster, ClusterError, Link, Node
 from auto3d.cost.system_times import HOST, OWN, SystemTimes
@@ -16,7 +17,7 @@ from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS
 from auto3d.search.axes import AXES
 from auto3d.search.planner_options import PlannerOptions
 from auto3d.search.space import SearchSpace
-from launch.recipe.cluster_schema import AcceleratorRecipe, CollectivesRecipe, LinkRecipe
+from launch.recipe.cluster_schema import FIGURES, AcceleratorRecipe, CollectivesRecipe, LinkRecipe
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import EAGER_NORMS, FLOAT8, SCATTERED, UNFUSED, Recipe
 from launch.recipe.schema_key import AUTO
@@ -128,6 +129,8 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: 
         raise recipe.error(
             f"{name}.precision", f"found {precision!r}; {file} has peak_tflops for {known}: it takes one of these"
         )
+    given = {name: (getattr(values, key), units) for name, (key, units) in FIGURES.items()}
+    figures: dict[str, Any] = {name: None if value is None else value / units for name, (value, units) in given.items()}
     accelerator = Accelerator(
         name=file.stem,
         peak_flops=values.peak_tflops[precision] * 1e12,
@@ -142,14 +145,7 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: 
             for size, tflops in ((2, values.tflops_at_2_bytes), (4, values.tflops_at_4_bytes))
             if tflops is not None
         ),
-        memory_efficiency=values.memory_efficiency,
-        launch_s=values.launch_us / 1e6,
-        collective_launch_s=values.collective_launch_us / 1e6,
-        crossing_launch_s=None if values.crossing_launch_us is None else values.crossing_launch_us / 1e6,
-        micro_batch_s=values.micro_batch_us / 1e6,
-        iteration_s=values.iteration_ms / 1e3,
-        sync_start_s=values.sync_start_ms / 1e3,
-        sync_slowdown=values.sync_slowdown,
+        **figures,
     )
     times = predicted_times(recipe.values)
     if values.fitted_to == recipe.values.prediction.system or (values.fitted_to and times.launch_s is None):

@@ -4,6 +4,7 @@ import math
 import re
 import shlex
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ _OURS = (
     *("chdir", "wrap", "parsable", "test-only", "wait", "input", "export", "export-file", "no-requeue", "hold"),
     *("clusters", "quiet"),  # with these, our commands would ask another cluster, or not read the job's id
 )
+_SUBMITIT = frozenset(signature(_make_sbatch_string).parameters)  # the options for which submitit has parameters
 
 
 def check_launch(recipe: LoadedRecipe) -> None:
@@ -110,14 +112,13 @@ def parameters(recipe: LoadedRecipe, *, nodes: int, name: str, training: bool) -
     if training and launch.warning_s + EARLY_S >= limit_s:
         problem = f"found {launch.warning_s:g}; it must be below {limit_s - EARLY_S:g} for a job of {limit_s:g} s"
         raise recipe.error("launch.warning_s", f"{problem}, since SLURM may warn a minute early")
-    # submitit has no parameter for a reservation. The signal that it chooses by default would end a job that is
-    # preempted before its handler is installed, and SLURM requeues only jobs that it ends itself.
+    # The signal that submitit chooses by default would end a job that is preempted before its handler is installed, and
+    # SLURM requeues only jobs that it ends itself.
     warning_s = math.ceil(launch.warning_s) if training else 1
     additional = {"requeue": True, "signal": f"{WARNING.name.removeprefix('SIG')}@{warning_s}"}
     if gpus:  # fill one node after the other, and the cores of one socket before the next socket's
         additional["distribution"] = "block:block"
-    if (reservation := options.pop("reservation", None)) is not None:
-        additional["reservation"] = reservation
+    additional |= {name.replace("_", "-"): options.pop(name) for name in sorted(options.keys() - _SUBMITIT)}
     additional |= {str(key).replace("_", "-"): value for key, value in launch.additional_parameters.items()}
     # When the task of one node dies, all tasks end. Since SLURM 22.05 srun does not inherit --cpus-per-task.
     srun = ["--kill-on-bad-exit=1", f"--cpus-per-task={cpus}", *_pyxis(recipe), *launch.srun_args]

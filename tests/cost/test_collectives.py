@@ -11,7 +11,12 @@ from auto3d.conversions import Collective
 from auto3d.cost.collectives import AmpTraffic, Traffic, amp_all_reduce_s, rabenseifner_all_reduce_s, ring_s, tree_s
 from auto3d.cost.placed import PlacedTraffic
 from auto3d.mesh import PIPELINE, REPLICA, TENSOR, Mesh
+from auto3d.partition.stage import cut
 from auto3d.resplit import pieces
+from auto3d.runtime.messages.gradient_sync import holders
+from auto3d.schedule import schedule_of
+from tests.distributed.parity import make_plan
+from tests.models import captured
 
 LINK = Link(latency_s=0.5, bandwidth=10.0)
 
@@ -156,9 +161,30 @@ def test_stages_on_one_device_share_a_tied_weight():
     meshes = [Mesh(((PIPELINE, 1), (REPLICA, 1), (TENSOR, 1)), (rank,)) for rank in (0, 1)]
     v = PlacedTraffic(cluster, meshes, ((0,), (1,), (1,), (0,)))
     interleaved = PlacedTraffic(cluster, meshes, ((0,), (1,), (0,), (1,)))
-    assert v.tied_s((0, 3), 1e6) == 0
-    assert interleaved.tied_s((0, 2), 1e6) == 0
-    assert interleaved.tied_s((0, 2, 3), 1e6) == v.tied_s((0, 1), 1e6) > 1e-3
+
+    def tied_s(placed: PlacedTraffic, *stages: int) -> float:
+        traffic, group = placed.summing(stages, apart=True)
+        return traffic.seconds(Collective.ALL_REDUCE, group, 1e6)
+
+    assert tied_s(v, 0, 3) == 0
+    assert tied_s(interleaved, 0, 2) == 0
+    assert tied_s(interleaved, 0, 2, 3) == tied_s(v, 0, 1) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages_of_device", "changes"),
+    [("1f1b", ((0,), (1,)), {"dp": 2}), ("chimera", ((0, 1), (0, 1)), {"dp": 1}), ("1f1b", ((0,), (1,)), {"tp": 2})],
+)
+def test_the_ranks_that_sum_a_gradient_are_the_ranks_that_the_runtime_sums_it_over(schedule, stages_of_device, changes):
+    """Of the first shard, for a weight that the first and the last stage share, and for those of one stage."""
+    plan = make_plan("gpt2", pp=2, schedule=schedule, shard_optimizer=True, **({"dp": 1} | changes))
+    graph = captured("gpt2", 2).graph
+    homes = tuple(tuple(d for d, stages in enumerate(stages_of_device) if stage in stages) for stage in range(2))
+    placed = PlacedTraffic(two_nodes(None), plan.meshes, homes)
+    found = holders(plan, schedule_of(plan), cut(graph, plan.stages), graph.trained)
+    assert {each.stages for each in found.values()} == {(0,), (1,), (0, 1)}
+    for each in found.values():
+        assert tuple(sorted(placed.summing(each.stages)[1])) == each.ranks
 
 
 def test_replicas_exchange_the_samples_that_both_have():

@@ -1,6 +1,7 @@
 """What other systems spend beside the operators of a model, against numbers worked by hand."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -28,12 +29,11 @@ def model(times: SystemTimes, **device) -> CostModel:
 
 
 def plan(**changes) -> Plan:
-    values = {"dp": 2, "tp": 1, "pp": 1} | changes
+    values = {"dp": 2, "tp": 1, "pp": 1, "schedule": "1f1b"} | changes
     return Plan(
         graph="",
         global_batch=4,
         micro_batch_size=1,
-        schedule="1f1b",
         schedule_options={},
         stages=stages_between([0, 2] if values["pp"] == 1 else [0, 1, 2]),
         placement=place_ranks(dp=values["dp"], pp=values["pp"], tp=values["tp"]),
@@ -136,3 +136,35 @@ def test_measured_passes_are_interpolated_and_do_not_shrink_with_the_micro_batch
     assert np.diff(times.backward_weight).tolist() == [0.0, 4.0], "half of a backward that computes FLOPs"
     with pytest.raises(InputError, match="no times for device at tp 2, only for device at tp 1"):
         times_of_passes(LAYERS, {("device", 1): passes}, 4, DEVICE, 2)
+
+
+def zero_1(times: SystemTimes, layers: list[Layer], **changes) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds of each stage's sum, and of its update, of two stages under ZeRO-1: 16 ns for each parameter updated."""
+    made = model(times, update_s=16e-9)
+    work = partial(work_of_layers, layers, precision="float32")
+    found = CostModel(made.cluster, made.training, lambda samples, share: work(samples, share.tp))
+    costs = found.costs(plan(pp=2, shard_optimizer=True, **changes))
+    return costs.sync, costs.update
+
+
+def test_a_tied_weight_is_reduce_scattered_and_gathered_once_among_all_its_holders():
+    """2 million parameters of the first stage, 1 million of the second and 1 million of both, of 4 bytes at 1 GB/s.
+
+    Two ranks scatter 4 ms of the first stage's and 2 ms of the second's, four ranks 3 ms of the tied one; the gathers
+    take as long. A rank updates a half of its stage's parameters and a quarter of the tied one. A system
+    that sums it apart scatters it in both stages, and then all-reduces it among two ranks, in 4 ms.
+    """
+    layers = [LAYERS[0], replace(LAYERS[1], tied=1e6)]
+    sync, update = zero_1(SystemTimes(tied_apart=False), layers)
+    assert sync == pytest.approx((0.004, 0.005))
+    assert update == pytest.approx((1.25 * 0.016 + 0.004, 0.75 * 0.016 + 0.005))
+    sync, update = zero_1(SystemTimes(), layers)
+    assert sync == pytest.approx((0.006, 0.004 + 0.004))
+    assert update == pytest.approx((1.5 * 0.016 + 0.006, 0.016 + 0.004))
+
+
+def test_both_devices_of_a_stage_on_two_pipes_gather_its_weights():
+    """12 and 4 MB, of which each of two ranks has scattered, updates and gathers a half."""
+    sync, update = zero_1(SystemTimes(), LAYERS, dp=1, schedule="chimera")
+    assert sync == pytest.approx((0.006, 0.002))
+    assert update == pytest.approx((1.5 * 0.016 + 0.006, 0.5 * 0.016 + 0.002))

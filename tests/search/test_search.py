@@ -17,7 +17,7 @@ from auto3d.search.algorithms.amp import TILINGS, amp, amp_space
 from auto3d.search.algorithms.exhaustive import exhaustive
 from auto3d.search.axes import EQUAL, UNEVEN, Candidate
 from auto3d.search.bound import least_s
-from auto3d.search.placement import PLACEMENTS, mesh, place
+from auto3d.search.placement import PLACEMENTS, Degrees, mesh, place
 from auto3d.search.planner_options import PlannerOptions
 from auto3d.search.space import Domain, SearchSpace, Workload
 from auto3d.simulate.costs import Costs, MessageCost, uniform
@@ -33,33 +33,33 @@ def test_amp_tilings_by_hand():
     """Two nodes of four devices, dominoes of dp = 2 by tp = 2, as figure 2 of the paper lays them."""
     cluster = Cluster(nodes=(Node(devices=4), Node(devices=4)), device="cuda")
     degrees = {"dp": 2, "tp": 2, "pp": 2}
-    assert place("megatron", cluster, **degrees) == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert place("pipelines-first", cluster, **degrees) == ((0, 1, 4, 5), (2, 3, 6, 7))
-    assert place("horizontal", cluster, **degrees) == ((0, 1, 4, 5), (2, 3, 6, 7))
-    assert place("vertical", cluster, **degrees) == ((0, 4, 1, 5), (2, 6, 3, 7))
+    assert place("megatron", cluster, Degrees(**degrees)) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert place("pipelines-first", cluster, Degrees(**degrees)) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert place("horizontal", cluster, Degrees(**degrees)) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert place("vertical", cluster, Degrees(**degrees)) == ((0, 4, 1, 5), (2, 6, 3, 7))
     narrow = {"dp": 2, "tp": 1, "pp": 4}
-    assert place("vertical", cluster, **narrow) == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert place("vertical-columns", cluster, **narrow) == ((0, 1), (4, 5), (2, 3), (6, 7))
+    assert place("vertical", cluster, Degrees(**narrow)) == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert place("vertical-columns", cluster, Degrees(**narrow)) == ((0, 1), (4, 5), (2, 3), (6, 7))
     with pytest.raises(PlanError, match="dominoes of 3 × 1 devices do not tile 2 × 4 devices"):
-        place("horizontal", cluster, dp=3, tp=1, pp=2)
+        place("horizontal", cluster, Degrees(dp=3, tp=1, pp=2))
 
 
 def test_a_domino_longer_than_the_mesh_is_folded():
     """Rows of eight go on in the next row of the mesh, columns of four in its next column."""
     cluster = Cluster(nodes=(Node(devices=4), Node(devices=4)), device="cuda")
-    assert place("vertical", cluster, dp=8, tp=1, pp=1) == (tuple(range(8)),)
-    assert place("horizontal", cluster, dp=1, tp=8, pp=1) == (tuple(range(8)),)
-    assert place("horizontal", cluster, dp=4, tp=1, pp=2) == ((0, 4, 1, 5), (2, 6, 3, 7))
+    assert place("vertical", cluster, Degrees(dp=8, tp=1, pp=1)) == (tuple(range(8)),)
+    assert place("horizontal", cluster, Degrees(dp=1, tp=8, pp=1)) == (tuple(range(8)),)
+    assert place("horizontal", cluster, Degrees(dp=4, tp=1, pp=2)) == ((0, 4, 1, 5), (2, 6, 3, 7))
     one_each = Cluster(nodes=(Node(devices=1),) * 8, device="cuda")
-    assert place("horizontal", one_each, dp=2, tp=2, pp=2) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert place("horizontal", one_each, Degrees(dp=2, tp=2, pp=2)) == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
 def test_the_shape_of_the_mesh_is_given_with_the_cluster():
     """Four rows of two instead of two rows of four: a vertical domino of tp = 2 then joins neighbours of one node."""
     nodes = (Node(devices=4), Node(devices=4))
     cluster = Cluster(nodes=nodes, device="cuda", amp_mesh=(4, 2))
-    assert place("vertical", cluster, dp=2, tp=2, pp=2) == ((0, 2, 1, 3), (4, 6, 5, 7))
-    assert place("megatron", cluster, dp=2, tp=2, pp=2) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert place("vertical", cluster, Degrees(dp=2, tp=2, pp=2)) == ((0, 2, 1, 3), (4, 6, 5, 7))
+    assert place("megatron", cluster, Degrees(dp=2, tp=2, pp=2)) == ((0, 1, 2, 3), (4, 5, 6, 7))
     with pytest.raises(InputError, match=r"amp_mesh: \[3, 2\] does not have the 8 devices"):
         Cluster(nodes=nodes, device="cuda", amp_mesh=(3, 2))
 
@@ -102,7 +102,7 @@ def test_tilings_of_unequal_nodes_are_of_whole_dominoes(name, sizes):
     for tp, dp in [(tp, dp) for tp in divisors for dp in divisors if total % (tp * dp) == 0]:
         height, width = (dp, tp) if horizontal else (tp, dp)
         try:
-            placement = place(name, cluster, dp=dp, tp=tp, pp=total // tp // dp)
+            placement = place(name, cluster, Degrees(dp=dp, tp=tp, pp=total // tp // dp))
         except PlanError:
             assert rows % height or columns % width, "a domino that tiles the mesh as it is was refused"
             continue
@@ -131,7 +131,7 @@ def test_every_placement_uses_each_rank_once(name):
         for dp in (1, 2, 4, 8, 16):
             if 16 % (tp * dp) == 0:
                 try:
-                    placement = place(name, cluster, dp=dp, tp=tp, pp=16 // tp // dp)
+                    placement = place(name, cluster, Degrees(dp=dp, tp=tp, pp=16 // tp // dp))
                 except PlanError:
                     continue
                 found += 1

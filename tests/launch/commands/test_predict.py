@@ -6,7 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from auto3d.cost.calibrate import BOUNDS
 from auto3d.cost.memory.device import ENTRIES, in_gib
+from launch.console.calibrate import WRITTEN
+from launch.recipe.cluster_schema import FIGURES
 from tests.launch.conftest import GPT2
 
 CLUSTER = """
@@ -192,6 +195,10 @@ def test_calibrate_finds_what_made_the_times(auto3d, layered):
     found = json.loads(result.out)
     assert found["mean_error"] < 0.01
     assert found["parameters"]["memory_efficiency"] == pytest.approx(0.69, rel=0.02)
+
+
+def test_every_parameter_that_can_be_fitted_is_printed_as_its_key():
+    assert WRITTEN.keys() == BOUNDS.keys() | FIGURES.keys()
 
 
 def test_the_memory_of_a_plan_with_its_witness_and_largest_tensors(auto3d, folder):
