@@ -27,6 +27,7 @@ LONGEST_FIRST = (
     "tests/launch",
     "tests/capture",
     "tests/runtime",
+    *("tests/cost", "tests/search", "tests/synthesis", "tests/tensor", "tests/derived", "tests/zoo", "tests/test_"),
 )
 
 NOT_QUICK = (  # tests that start processes, train, wait for SLURM or take a minute: the marker `processes`
