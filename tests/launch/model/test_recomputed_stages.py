@@ -22,8 +22,7 @@ from tests.soak import soak
 SCHEDULES = ("1f1b", "shifted-critical-path")
 RECIPES = [
     "gpt1.4b",
-    "bert48",
-    *soak("gpt2.5b", "gpt8.3b", "gpt20b", "gpt2-64", "llama3-8b", "t5-11b", "vit-22b", "mixed"),
+    *soak("bert48", "gpt2.5b", "gpt8.3b", "gpt20b", "gpt2-64", "llama3-8b", "t5-11b", "vit-22b", "mixed"),
 ]
 
 
