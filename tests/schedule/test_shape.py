@@ -87,7 +87,9 @@ def test_messages_are_held_as_lowering_holds_them(name):
 
 
 @pytest.mark.parametrize("name", BY_RULE)
-@pytest.mark.parametrize(("devices", "most"), [(1, 10), (2, 19), (4, 17), *soak((3, 28), (4, 37), (6, 55))])
+@pytest.mark.parametrize(
+    ("devices", "most"), [(1, 5), (2, 11), (4, 13), *soak((1, 10), (2, 19), (3, 28), (4, 37), (6, 55))]
+)
 def test_a_shape_is_that_of_the_schedule(name, devices, most):
     for options in ({}, OPTIONS.get(name, {}), {"sync": "eager-opt"}):
         for micro_batches in range(1, most + 1):
