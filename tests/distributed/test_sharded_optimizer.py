@@ -25,7 +25,7 @@ from tests.distributed.test_uneven import assert_equals_one_process, make_plan
 from tests.models import TEXT, captured
 from tests.soak import soak
 
-ITERATIONS = 5
+ITERATIONS = 3
 
 
 @pytest.mark.parametrize(
