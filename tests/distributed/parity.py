@@ -50,6 +50,9 @@ SGD = OptimizerSettings(
     clip_norm=CLIP_NORM,
 )
 ADAMW = replace(SGD, optimizer="adamw", learning_rate=1e-3)
+# Two iterations are enough where the first changes the weights: the second has gradients at these, momenta and another
+# learning rate.
+TWO_ITERATIONS = (replace(SGD, warmup_iterations=0), 2)  # (optimizer, iterations)
 
 
 MakeOptimizers = Callable[[nn.Module], list[tuple[torch.optim.Optimizer, LRScheduler]]]

@@ -10,8 +10,17 @@ import pytest
 
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
+from auto3d.runtime.settings import OptimizerSettings
 from tests.distributed.grid import RECOMPUTE, SAMPLES, UNEVEN, Cell, pairwise, plan_of, sample, schedule_of, whole
-from tests.distributed.parity import SGD, assert_buffers, assert_parity, plain_pytorch, run_rank
+from tests.distributed.parity import (
+    ITERATIONS,
+    SGD,
+    TWO_ITERATIONS,
+    assert_buffers,
+    assert_parity,
+    plain_pytorch,
+    run_rank,
+)
 from tests.models import captured
 from tests.soak import soak
 
@@ -24,15 +33,18 @@ def captures(request: pytest.FixtureRequest) -> None:
         captured(model, SAMPLES)
 
 
-def reference(model: str, global_batch: int) -> list[dict]:
-    return plain_pytorch(model, micro_batch_size=SAMPLES, global_batch=global_batch, optimizer=SGD)
+def reference(
+    model: str, global_batch: int, optimizer: OptimizerSettings = SGD, iterations: int = ITERATIONS
+) -> list[dict]:
+    settings = {"optimizer": optimizer, "global_batch": global_batch, "iterations": iterations}
+    return plain_pytorch(model, micro_batch_size=SAMPLES, **settings)
 
 
-def run(processes, cell: Cell) -> list[dict]:
+def run(processes, cell: Cell, optimizer: OptimizerSettings = SGD, iterations: int = ITERATIONS) -> list[dict]:
     """Train ``cell`` and compare it with plain PyTorch."""
     plan = plan_of(cell)
-    ranks = processes.run(plan.ranks, run_rank, cell.model, plan, SGD)
-    expected = reference(cell.model, plan.global_batch)
+    ranks = processes.run(plan.ranks, run_rank, cell.model, plan, optimizer, None, None, iterations)
+    expected = reference(cell.model, plan.global_batch, optimizer, iterations)
     assert_parity(ranks, expected)
     pipes = {pipe for _, pipe in schedule_of(cell).device_of}
     if cell.dp == 1 and len(pipes) == 1:  # each copy of a stage has buffers of its own
@@ -42,7 +54,7 @@ def run(processes, cell: Cell) -> list[dict]:
 
 @pytest.mark.parametrize("cell", [*sample(), UNEVEN], ids=str)
 def test_sample_of_the_grid(processes, cell):
-    run(processes, cell)
+    run(processes, cell, *TWO_ITERATIONS)
 
 
 @pytest.mark.soak

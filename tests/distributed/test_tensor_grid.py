@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from auto3d.plan import Plan
-from tests.distributed.parity import SGD, assert_parity, plain_pytorch, run_rank
+from auto3d.runtime.settings import OptimizerSettings
+from tests.distributed.parity import ITERATIONS, SGD, TWO_ITERATIONS, assert_parity, plain_pytorch, run_rank
 from tests.distributed.tensor_grid import SAMPLES, TensorCell, pairwise, plans_of, sample, whole
 from tests.processes import ProcessPool
 
@@ -27,16 +28,19 @@ def plan(request: pytest.FixtureRequest, cell: TensorCell) -> Plan:
     return plans_of(cell.model, tuple(item.callspec.params["cell"] for item in items))[cell]
 
 
-def assert_equals_one_process(pool: ProcessPool, cell: TensorCell, plan: Plan) -> None:
+def assert_equals_one_process(
+    pool: ProcessPool, cell: TensorCell, plan: Plan, optimizer: OptimizerSettings = SGD, iterations: int = ITERATIONS
+) -> None:
     assert plan.split, "nothing is split"
-    ranks = pool.run(plan.ranks, run_rank, cell.model, plan, SGD)
-    expected = plain_pytorch(cell.model, micro_batch_size=SAMPLES, global_batch=plan.global_batch, optimizer=SGD)
+    ranks = pool.run(plan.ranks, run_rank, cell.model, plan, optimizer, None, None, iterations)
+    settings = {"optimizer": optimizer, "global_batch": plan.global_batch, "iterations": iterations}
+    expected = plain_pytorch(cell.model, micro_batch_size=SAMPLES, **settings)
     assert_parity(ranks, expected)
 
 
 @pytest.mark.parametrize("cell", sample(), ids=str)
 def test_sample_of_the_grid(eight, cell, plan):
-    assert_equals_one_process(eight, cell, plan)
+    assert_equals_one_process(eight, cell, plan, *TWO_ITERATIONS)
 
 
 @pytest.mark.soak
