@@ -194,7 +194,9 @@ def new_process(here: socket.socket) -> dict[str, Any]:
     os.chdir(asked["folder"])
     os.environ.clear()
     os.environ.update(asked["environment"])
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    for number, name in enumerate(("stdout", "stderr"), 1):
+        older = getattr(sys, name)  # it may take a pipe for a file with positions
+        setattr(sys, name, os.fdopen(number, "w", 1, older.encoding, older.errors, closefd=False))
     return asked
 
 

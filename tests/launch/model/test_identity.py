@@ -13,9 +13,10 @@ from launch.model.capture_process import CaptureProcess
 from launch.model.graphs import PlanningModel
 from launch.recipe.load import load
 from tests.launch.conftest import MINE
+from tests.promises.running import PROGRAMS
 from tests.soak import soak
 
-AUTO3D = [str(Path(sys.executable).parent / "auto3d")]
+AUTO3D = [sys.executable, str(PROGRAMS / "auto3d")]
 MODULE = [sys.executable, "-m", "launch.main"]
 
 

@@ -18,6 +18,7 @@ from launch.model.identity import identity_of
 from launch.model.stored_programs import copy_programs
 from launch.recipe.load import load
 from tests.launch.conftest import MINE, write_recipes
+from tests.promises.running import PROGRAMS
 
 # A capture runs the model's own forward twice; a run of its program never does.
 COUNTED = MINE.replace(
@@ -35,7 +36,8 @@ def counted(folder, monkeypatch):
 
 
 def run(*arguments: str, cwd: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "launch.main", *arguments], cwd=cwd, capture_output=True, text=True)
+    command = [sys.executable, str(PROGRAMS / "auto3d"), *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
