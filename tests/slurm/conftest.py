@@ -10,7 +10,10 @@ from time import monotonic, sleep
 
 import pytest
 
+from tests.promises.running import PROGRAMS
+
 REPOSITORY = Path(__file__).parents[2]
+AUTO3D = [sys.executable, str(PROGRAMS / "auto3d")]  # forked from the process that has imported torch
 PROGRAM = [sys.executable, str(REPOSITORY / "slurm" / "dev-cluster" / "cluster.py")]
 ALIAS = Path("/sys/class/net/auto3d/ifalias")  # of the cluster's switch: the folder of the cluster
 
@@ -23,8 +26,7 @@ class SlurmCluster:
         lines = (folder / "env").read_text().splitlines()
         told = dict(shlex.split(line)[1].split("=", 1) for line in lines)  # export NAME=VALUE
         own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        # the tests start in other folders too, and a process of theirs computes on one core
-        self.environment = own | told | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        self.environment = own | told | {"OMP_NUM_THREADS": "1"}  # a process of the tests computes on one core
 
     def run(
         self, *command: str, timeout_s: float = 60, code: int | None = 0, cwd: Path = REPOSITORY, **environment: str

@@ -2,16 +2,14 @@
 
 import json
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 from launch.store.manifest import Entry, Manifest, State, histories
 from tests.launch.conftest import MINE
-from tests.slurm.conftest import SlurmCluster, wait_for
+from tests.slurm.conftest import AUTO3D, SlurmCluster, wait_for
 from tests.slurm.test_dev_cluster import pids
 
-AUTO3D = [sys.executable, "-m", "launch.main"]
 OWN = """
 model: {factory: 'mine:make'}
 data: {source: synthetic, inputs: {x: {kind: normal, shape: [8]}, y: {kind: integers, high: 3}}}

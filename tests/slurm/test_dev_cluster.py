@@ -12,7 +12,6 @@ import pytest
 from tests.slurm.conftest import PROGRAM, wait_for
 
 HERE = Path(__file__).parent
-AUTO3D = [sys.executable, "-m", "launch.main"]
 
 
 def first_nodes(cluster, count: int) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.conftest import PROGRAM, REPOSITORY, SlurmCluster, wait_for
-from tests.slurm.test_dev_cluster import AUTO3D, pids
+from tests.slurm.conftest import AUTO3D, PROGRAM, REPOSITORY, SlurmCluster, wait_for
+from tests.slurm.test_dev_cluster import pids
 from tests.soak import soak
 
 pytestmark = pytest.mark.timeout(300)

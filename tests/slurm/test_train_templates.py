@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.conftest import REPOSITORY, SlurmCluster, wait_for
-from tests.slurm.test_dev_cluster import AUTO3D, pids
+from tests.slurm.conftest import AUTO3D, REPOSITORY, SlurmCluster, wait_for
+from tests.slurm.test_dev_cluster import pids
 
 TEMPLATES = ["train", "train-torchrun", "train-mpirun"]
 PLAN = ["tiny", "plan.dp=2", "plan.pp=2", "--json"]
