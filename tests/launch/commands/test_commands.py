@@ -20,7 +20,7 @@ from tests.launch.conftest import MINE
 from tests.soak import soak
 
 BIN = Path(sys.executable).parent
-AUTO3D = [sys.executable, "-m", "launch.main"]
+AUTO3D = [sys.executable, str(BIN / "auto3d")]
 
 
 def run(folder: Path, *command: str, code: int = 0) -> subprocess.CompletedProcess:
