@@ -53,7 +53,7 @@ def test_what_rannc_chooses_runs_or_is_refused_as_ranks_refuse_it(model, refused
     alone = {"nodes": 1, "devices_per_node": 1, "global_batch": 8, "smallest_micro_batch": 2}
     (whole,) = rannc(graph_at, lambda samples: analytic(graph_at(samples)), **alone).memory_bytes
     seen: dict[str, int] = {}
-    for _ in range(12):
+    for _ in range(8):
         nodes, per_node = chance.choice(MACHINES)
         memory = chance.choice([inf, 0.9, 0.6, 0.45, 0.35]) * whole
         request = PartitionRequest(
