@@ -101,7 +101,7 @@ def tables_of(problem: Problem, choices: BackwardChoices) -> Tables:
         overlap=costs.overlap,
         stage=stages,
         pipe=np.array([pipe for _, pipe in pipe_stages], np.int32),
-        sync=np.array(costs.sync)[stages],
+        sync=np.array(costs.sync, np.float64)[stages],  # numba would compile all for whole numbers again
         update=np.array(costs.update)[stages] / np.array(costs.speed)[device],
     )
 

@@ -18,8 +18,8 @@ from tests.distributed.parity import ADAMW, make_plan
 from tests.distributed.test_uneven import make_plan as uneven_plan
 from tests.models import SEQUENCE, TEXT, captured
 
-ITERATION, SAMPLE, PLACE = 9, 5, 7  # The fault is in this iteration and sample of it, from 0, at this token.
-ITERATIONS = 11
+ITERATION, SAMPLE, PLACE = 39, 5, 7  # The fault is in this iteration and sample of it, from 0, at this token.
+ITERATIONS = 41
 
 
 def token_files(folder: Path, global_batch: int, *, swapped: bool) -> None:

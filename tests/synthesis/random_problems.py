@@ -28,8 +28,7 @@ def random_problem(seed: int, *, stages: int = 4, micro_batches: int = 6) -> Pro
         backward_input=backward_input,
         backward_weight=backward_weight,
         recompute=tuple(chance.randint(1, int(time)) for time in forward),
-        # Of type float, like the times of models: numba compiles for each type anew, half a minute.
-        sync=tuple(map(float, _times(chance, stages, 0, 3))) if chance.random() < 0.4 else (0.0,) * stages,
+        sync=_times(chance, stages, 0, 3) if chance.random() < 0.4 else (0,) * stages,
         update=_times(chance, stages, 0, 2) if chance.random() < 0.4 else (0,) * stages,
         messages=tuple(
             MessageCost(

@@ -21,7 +21,7 @@ MICRO_BATCHES = 12
 
 
 def without_messages_and_updates(costs: Costs) -> Costs:
-    nothing = (0.0,) * len(costs.forward)
+    nothing = (0,) * len(costs.forward)
     return replace(costs, messages=(MessageCost(),) * (len(costs.forward) - 1), sync=nothing, update=nothing)
 
 
