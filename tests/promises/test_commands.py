@@ -31,9 +31,10 @@ HERE = f"search.micro_batch_size=[2] launch.executor=local {SHORT}"
 TWO = f"search.dp=[1] search.pp=[1,2] search.tp=[1] search.schedule=[1f1b] {HERE}"
 ONE = TWO.replace("[1,2]", "[2]")
 UNCOMPARED = "training.check_capture=false"  # other commands compare the same captures
-TWICE = "training.iterations=2 launch.executor=local"
+TWICE = "training.iterations=2 training.global_batch=8 launch.executor=local"
 FEW = f"{TWICE} {UNCOMPARED}"
 SAVED = f"training.checkpoint_every=1 {FEW}"
+FIT = "auto3d calibrate RECIPE --measurements m.csv --folds 2 --parameter launch_s --parameter matrix_efficiency"
 INSTEAD = {  # command -> a smaller one of the same kind
     "auto3d tune tiny": f"auto3d tune tiny {ONE} search.trials=1 prediction.profile=none",
     "auto3d sweep tiny": f"auto3d sweep tiny {TWO}",
@@ -45,7 +46,9 @@ INSTEAD = {  # command -> a smaller one of the same kind
     "auto3d sweep tiny 'search.engine=[auto3d,ddp,fsdp]'": (
         f"auto3d sweep tiny search.dp=[2] search.tp=[1] search.pp=[1] 'search.engine=[auto3d,ddp]' {HERE}"
     ),
-    "auto3d recompute tiny": f"auto3d recompute tiny {SHORT} {UNCOMPARED}",
+    "auto3d recompute tiny": f"auto3d recompute tiny search.subgraphs=2 {SHORT} {UNCOMPARED}",
+    "auto3d calibrate RECIPE --measurements m.csv": FIT,
+    "auto3d calibrate RECIPE --measurements FILE.csv": FIT,
     "auto3d sweep emulated": (
         f"auto3d sweep emulated 'search.schedule=[1f1b]' search.pp=[2] cluster.devices_per_node=2 {SHORT}"
     ),
@@ -54,7 +57,7 @@ INSTEAD = {  # command -> a smaller one of the same kind
     "auto3d train tiny --fresh --trace": f"auto3d train tiny --fresh --trace {FEW}",
     "auto3d train tiny plan.dp=2 plan.pp=2": f"auto3d train tiny plan.dp=2 plan.pp=2 {TWICE}",
     "torchrun --nproc-per-node=4 .venv/bin/auto3d train tiny plan.dp=2 plan.pp=2": (
-        "torchrun --nproc-per-node=2 .venv/bin/auto3d train tiny plan.pp=2 training.iterations=2"
+        f"torchrun --nproc-per-node=2 .venv/bin/auto3d train tiny plan.pp=2 training.iterations=2 {UNCOMPARED}"
     ),
     "auto3d train tiny training.checkpoint_every=100": f"auto3d train tiny {SAVED}",
     "auto3d train tiny training.checkpoint_every=100 plan.pp=4": (f"auto3d train tiny {SAVED} plan.pp=4"),
