@@ -31,6 +31,7 @@ IMPORTED = (
     *("torch.export", "transformers.models.gpt2.modeling_gpt2"),
     *("networkx", "omegaconf", "pydantic", "click", "tabulate", "rich.console", "rich.progress", "rich.table"),
 )
+SCRIPT = "forked_script.py"  # name of a test's script that may be forked too
 HASHES = {"PYTHONHASHSEED": "0"}  # with which auto3d else begins again
 LARGEST = 2**17  # bytes of a command with its environment
 FILES = 64
@@ -129,8 +130,8 @@ def is_started(words: Sequence[str]) -> bool:
 
 
 def is_of_auto3d(words: Sequence[str]) -> bool:
-    """Whether ``words`` are those of the command line, or of what it starts."""
-    return is_started(words) or "".join(words[:1]).endswith("bin/auto3d")
+    """Whether ``words`` are those of the command line, of what it starts, or of a SCRIPT."""
+    return is_started(words) or "".join(words[:1]).endswith(("bin/auto3d", SCRIPT))
 
 
 def divert(preloaded: Callable[[], Preloaded], takes: Callable[[Sequence[str]], bool] = is_of_auto3d) -> None:

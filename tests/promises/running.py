@@ -9,7 +9,7 @@ from functools import cache as cached
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from tests.promises.preloaded import Preloaded
+from tests.promises.preloaded import SCRIPT, Preloaded
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(sys.executable).parent
@@ -32,15 +32,17 @@ def run(
     """Standard output and standard error of ``command`` in ``folder``, which must end with the exit code ``code``.
 
     ``programs`` is the folder with `auto3d`, for which PROGRAMS stands in ``command`` too; ``cache`` is that of
-    captures (default: the one that all tests share), and ``variables`` are added to the environment.
+    captures (default: the one that all tests share), and ``variables`` are added to the environment. The command may
+    also be SCRIPT, a file in ``folder``.
     """
     environment = {**os.environ, **(variables or {}), "PATH": f"{programs}:{os.environ['PATH']}"}
     if cache is not None:
         environment["AUTO3D_CACHE"] = str(cache)
     words = shlex.split(command.replace("PROGRAMS/", f"{programs}/"), comments=True)
     with TemporaryFile() as output:
-        if words[0] in ("auto3d", "torchrun"):
-            words[0] = str(programs / words[0])
+        if words[0] in ("auto3d", "torchrun", SCRIPT):
+            if words[0] != SCRIPT:
+                words[0] = str(programs / words[0])
             ended = preloaded(programs).run(words, folder, environment, output.fileno(), timeout_s)
         else:
             ended = subprocess.run(

@@ -3,10 +3,11 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.promises.preloaded import SCRIPT as FORKED
+from tests.promises.running import run
 from tests.soak import soak
 from tests.trainer.scripts import free_port
 
@@ -66,12 +67,10 @@ def test_a_script_ends_as_python_ends_it(ends, code, last_line, tmp_path):
 
 
 def test_a_script_of_torchrun_ends_with_one_line_and_exit_code_2(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT.format(ends="raise auto3d.InputError('a line')", ranks=2))
-    torchrun = Path(sys.executable).parent / "torchrun"
-    command = [torchrun, "--nproc-per-node=2", f"--master-port={free_port()}", "script.py"]
-    ended = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
-    lines = [line for line in ended.stderr.splitlines() if "auto3d: " in line]
-    assert [line for line in lines if line == "auto3d: a line"], ended.stderr
+    (tmp_path / FORKED).write_text(SCRIPT.format(ends="raise auto3d.InputError('a line')", ranks=2))
+    printed = run(f"torchrun --nproc-per-node=2 --master-port={free_port()} {FORKED}", tmp_path, code=1)
+    lines = [line for line in printed.splitlines() if "auto3d: " in line]
+    assert [line for line in lines if line == "auto3d: a line"], printed
     assert set(lines) <= {"auto3d: a line", "auto3d: rank 1: a line"}, "rank 1's, if torchrun was slow to end it"
-    assert "exitcode  : 2" in ended.stderr, ended.stderr
-    assert ended.stderr.count("Traceback (most recent call last)") == 1, "torchrun's"
+    assert "exitcode  : 2" in printed, printed
+    assert printed.count("Traceback (most recent call last)") == 1, "torchrun's"

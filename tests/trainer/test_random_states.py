@@ -1,15 +1,14 @@
 """What a script draws without a seed: another value in each run, but the same on all ranks, so that all train alike."""
 
-import os
 import random
-import subprocess
-import sys
 
 import numpy as np
 import torch
 import transformers
 
 from auto3d import init
+from tests.promises.preloaded import SCRIPT
+from tests.promises.running import run
 from tests.trainer import small
 from tests.trainer.scripts import as_rank, begin, free_port
 
@@ -76,17 +75,8 @@ def test_a_shuffle_without_a_seed_is_that_of_one_process(processes, tmp_path):
 
 def test_a_rank_that_never_calls_init(tmp_path):
     """The others end when their launcher does, and say whom they met nowhere if nobody ends them."""
-    script = "from auto3d.trainer import setup; setup.MEET_S = 2.0; setup.init(pp=2)"
-    environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
-    ended = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, **environment, "MASTER_PORT": str(free_port())},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert "rank 1 of 2 on" in ended.stderr
-    assert "the ranks did not meet at tcp://127.0.0.1" in ended.stderr
-    assert ended.returncode == 1
+    (tmp_path / SCRIPT).write_text("from auto3d.trainer import setup; setup.MEET_S = 2.0; setup.init(pp=2)")
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    printed = run(SCRIPT, tmp_path, variables={**ranks, "MASTER_PORT": str(free_port())}, code=1, timeout_s=60)
+    assert "rank 1 of 2 on" in printed
+    assert "the ranks did not meet at tcp://127.0.0.1" in printed
