@@ -1,13 +1,15 @@
 """Captures that the tests share: many of them train one model, whose capture takes longer than its training.
 
-A capture reads the module that it builds, but no values of its tensors. So where a module is of the code of torch and
-transformers alone, and equal to an earlier one in its plain values, shapes and ties, its capture is equal too: it is
-loaded as tests.models.captured loads captures. Any other model is captured each time.
+A capture reads the module that it builds, but no values of its tensors. So where a module is of the code of torch, of
+transformers and of small.py alone, whose forwards read no variables of their file, and equal to an earlier one in its
+plain values, shapes and ties, its capture is equal too: it is loaded as tests.models.captured loads captures, or taken
+from this process if it has it. Any other model is captured each time.
 """
 
 import fcntl
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from types import CodeType, ModuleType
@@ -21,6 +23,7 @@ from transformers import GenerationConfig, PretrainedConfig
 import auto3d.capture.model
 import auto3d.planner
 import auto3d.trainer.planned
+import auto3d.trainer.trainer
 from auto3d.capture.block_state import OF_EVERY_MODULE
 from auto3d.capture.cache import Cache, default_folder
 from auto3d.capture.empty import empty_model
@@ -28,9 +31,12 @@ from auto3d.capture.export import TRAINING, InputSpec, Mode
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.capture.program_json import NotStorableError, captured_from_json, captured_to_json
 from auto3d.capture.repeats import HOOKS
+from auto3d.trainer.instance import kept_by_forward
+from auto3d.trainer.loss_mean import loss_mean_of
 
-LIBRARIES = ("torch.", "transformers.")
+LIBRARIES = ("torch.", "transformers.", "tests.trainer.small.")
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_HERE: dict[str, CapturedModel] = {}  # captures of this process
 
 
 class OtherCodeError(Exception):
@@ -38,9 +44,39 @@ class OtherCodeError(Exception):
 
 
 def share_captures() -> None:
-    """From here on, this process loads captures that it or another process of the tests has made."""
+    """From here on, this process loads captures that it or another process of the tests has made, and tries only once
+    what the Trainer asks of equal models."""
     for module in (auto3d.capture.model, auto3d.planner, auto3d.trainer.planned):
         module.capture = shared_capture  # type: ignore[attr-defined]
+    auto3d.trainer.trainer.loss_mean_of = LOSS_MEAN_OF  # type: ignore[attr-defined]
+    auto3d.trainer.trainer.kept_by_forward = KEPT_BY_FORWARD  # type: ignore[attr-defined]
+
+
+def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of what builds a module and of its inputs, which this process calls once for equal modules."""
+    answers: dict[str, Any] = {}
+
+    def of_equal(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], **others: Any) -> Any:
+        key = key_of(build, inputs, others["device"], others)
+        if key is None:
+            return function(build, inputs, **others)
+        if key not in answers:
+            answers[key] = function(build, inputs, **others)
+        return answers[key]
+
+    return of_equal
+
+
+LOSS_MEAN_OF, KEPT_BY_FORWARD = remembered(loss_mean_of), remembered(kept_by_forward)
+
+
+def key_of(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], device: str, *others: Any) -> str | None:
+    """A hash of what can be read of the module that ``build`` makes, and of all else; None if it has other code."""
+    try:
+        traits = traits_of(empty_model(build, device).module)
+    except OtherCodeError:
+        return None
+    return sha256(repr((traits, sorted(inputs.items()), device, *others)).encode()).hexdigest()
 
 
 def shared_capture(
@@ -55,22 +91,36 @@ def shared_capture(
 ) -> CapturedModel:
     """What ``capture`` returns, made or loaded."""
     make = partial(capture, build, inputs, micro_batch_size, device=device, mode=mode, precision=precision, told=told)
-    traits = None
-    with suppress(OtherCodeError):
-        traits = traits_of(empty_model(build, device).module)
-    if traits is None:
+    key = key_of(build, inputs, device, micro_batch_size, mode, precision)
+    if key is None:
         return make()
-    said = (traits, sorted(inputs.items()), micro_batch_size, device, mode, precision)
-    identity = {"captured by": capture.__qualname__, "traits": sha256(repr(said).encode()).hexdigest()}
-    with (default_folder().parent / f"auto3d-test-{identity['traits']}.lock").open("w") as lock:
+    if here := _HERE.get(key):
+        return replace(here, exported=replace(here.exported, build=build))
+    identity = {"captured by": capture.__qualname__, "key": key}
+    with (default_folder().parent / f"auto3d-test-{key}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the first of several ranks captures
         cache = Cache()
-        found = cache.load(identity, partial(captured_from_json, build=build))
+        found = cache.load(identity, partial(from_json, build=build, mode=mode))
         if found is None:
             found = make()
             with suppress(NotStorableError):
-                cache.store(identity, captured_to_json(found))
-        return found
+                cache.store(identity, to_json(found))
+    _HERE[key] = found
+    return found
+
+
+def to_json(captured: CapturedModel) -> dict[str, Any]:
+    """``captured``, which may be of an evaluation."""
+    of_training = replace(captured, exported=replace(captured.exported, mode=TRAINING, outputs={}))
+    outputs = [dict(each.outputs) for each in (captured.exported, captured.graph)]
+    return captured_to_json(of_training) | {"outputs": outputs}
+
+
+def from_json(content: Mapping[str, Any], build: Callable[[], nn.Module], mode: Mode) -> CapturedModel:
+    """What ``to_json`` has of a capture in ``mode``."""
+    found, (of_exported, of_graph) = captured_from_json(content, build), content["outputs"]
+    exported = replace(found.exported, mode=mode, outputs=of_exported)
+    return replace(found, exported=exported, graph=replace(found.graph, outputs=of_graph))
 
 
 def traits_of(model: nn.Module) -> list[Any]:
@@ -118,6 +168,6 @@ def of_library(value: Any) -> str:
     """The name of a class or function of a library, whose code has no state of its own."""
     module, name = getattr(value, "__module__", None) or "", getattr(value, "__qualname__", "<locals>")
     bound = not isinstance(getattr(value, "__self__", None), (ModuleType, type(None)))
-    if not f"{module}.".startswith(LIBRARIES) or "<locals>" in name or bound:
+    if not f"{module}.".startswith(LIBRARIES) or "<" in name or bound:  # a name with it is of several functions
         raise OtherCodeError
     return f"{module}.{name}"

@@ -5,10 +5,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from auto3d.capture.empty import empty_model
-from auto3d.capture.export import InputSpec
+from auto3d.capture.export import TRAINING, InputSpec, Mode
 from auto3d.capture.model import capture
 from auto3d.trainer.instance import build_of
-from tests.trainer.captures import OtherCodeError, shared_capture, traits_of
+from tests.trainer.captures import _HERE, OtherCodeError, shared_capture, traits_of
 
 SIZES = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 INPUTS = {name: InputSpec(shape=(4,), dtype=torch.int64) for name in ("input_ids", "labels")}
@@ -51,12 +51,18 @@ def traits(model):
     return repr(traits_of(empty_model(build_of(model), "cpu").module))
 
 
-def test_a_shared_capture_is_equal_to_a_new_one():
-    new, made = (function(build_of(llama()), INPUTS, 2) for function in (capture, shared_capture))
-    loaded = shared_capture(build_of(llama()), INPUTS, 2)
-    for each in (made, loaded):
+@pytest.mark.parametrize("mode", [TRAINING, Mode(training=False, outputs=("logits",))])
+def test_a_shared_capture_is_equal_to_a_new_one(mode):
+    new, made = (function(build_of(llama()), INPUTS, 2, mode=mode) for function in (capture, shared_capture))
+    again = shared_capture(build_of(llama()), INPUTS, 2, mode=mode)
+    assert again.exported.program is made.exported.program
+    _HERE.clear()
+    loaded = shared_capture(build_of(llama()), INPUTS, 2, mode=mode)
+    assert loaded.exported.program is not made.exported.program
+    for each in (made, again, loaded):
         assert each.exported.fingerprint == new.exported.fingerprint
         assert each.graph == new.graph
+        assert (each.exported.mode, each.exported.outputs) == (mode, new.exported.outputs)
     evaluated = (each.in_evaluation(("logits",)) for each in (new, loaded))
     assert len({each.exported.fingerprint for each in evaluated}) == 1
 
