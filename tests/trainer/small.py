@@ -325,7 +325,7 @@ def prefixed():
 
 def mixture(*, balanced=True):
     """Experts, whose balance may be a second term of the loss."""
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
     return MixtralForCausalLM(MixtralConfig(**SIZES | experts, output_router_logits=balanced, router_aux_loss_coef=0.1))
 
 
