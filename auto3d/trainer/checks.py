@@ -37,6 +37,8 @@ def check_samples(data: CollatedData, main: str) -> None:
     Rank 0 finds them where that is cheap: in a list of dicts, and in a column of a ``datasets.Dataset``. A few others
     are tried of any dataset; its other batches are checked when they are loaded. All ranks must call it.
     """
+    if data.constants:
+        data.check(data.order.of(0)[:1])  # they may be those of as many samples as were looked at first
     positions = of_rank_0(lambda: extremes(data.dataset, main), "to look through the dataset")
     for position in positions:
         try:
@@ -102,7 +104,7 @@ def check_padding(model: nn.Module, loss_of: Callable[..., Any], data: CollatedD
     try:
         with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=()):
             plain = replace(data, padding=None).collated([shortest], [0, 0])
-            losses = [float(loss_of(model, dict(batch))) for batch in (plain, padding(plain))]
+            losses = [float(loss_of(model, {**batch, **data.constants})) for batch in (plain, padding(plain))]
     finally:
         for part in was_training:
             part.training = True
@@ -143,7 +145,8 @@ def needs_mask(model: nn.Module, loss_of: Callable[..., Any], data: CollatedData
             noise = torch.randn_like(parameter) / (parameter.shape[-1] if parameter.dim() > 1 else 1) ** 0.5
             parameter.copy_(value + noise if parameter.is_floating_point() else value)
         for batch in shorter:
-            results = [loss_of(noisy, dict(each), return_outputs=True) for each in (batch, padding(batch))]
+            given = ({**each, **data.constants} for each in (batch, padding(batch)))
+            results = [loss_of(noisy, each, return_outputs=True) for each in given]
             pairs = zip(*([loss, *tree_leaves([*_values(outputs)])] for loss, outputs in results), strict=True)
             found.append(all(_is_beginning(*pair) for pair in pairs if isinstance(pair[0], torch.Tensor)))
         return not all(found)

@@ -48,9 +48,9 @@ class OrderOfEpochs(Protocol):
     def after(self, iteration: int, states: States) -> States: ...
 
 
-def draw_seed_of_workers() -> None:
-    """As torch's iterator of a DataLoader does before it asks a sampler."""
-    torch.empty((), dtype=torch.int64).random_()
+def draw_seed_of_workers(generator: torch.Generator | None = None) -> None:
+    """As torch's iterator of a DataLoader does before it asks a sampler; None: from torch's own generator."""
+    torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,12 @@ class Point:
 class TrainingDraws:
     """The draws of a training whose samples are in ``order``, from ``states`` on.
 
+    Without ``reads_ahead``, no batch is read before the step that trains it: a plain DataLoader of the script.
     Its data draw nothing until ``follow`` is called with them; ``is_on`` says whether anything is drawn but orders.
     """
 
-    def __init__(self, order: OrderOfEpochs, states: States) -> None:
-        self.is_on = False
+    def __init__(self, order: OrderOfEpochs, states: States, *, reads_ahead: bool = True) -> None:
+        self.is_on, self._reads_ahead = False, reads_ahead
         self.size = 1  # samples of a micro-batch
         self.order = order
         self._data: DrawnData | None = None
@@ -96,7 +97,8 @@ class TrainingDraws:
         """Begin after ``iteration`` iterations, at what was written there; None: as at the start."""
         if point is None:
             states = self._points[0].states
-            point = Point(_with_seed_of_workers(states), states if self.order.place(iteration)[1] else None)
+            is_ahead = self._reads_ahead and self.order.place(iteration)[1]
+            point = Point(_with_seed_of_workers(states), states if is_ahead else None)
         self._points = {iteration: point}
         if point.epoch is not None and self.order.place(iteration)[1]:
             self._epochs[iteration - self.order.place(iteration)[1]] = point.epoch
@@ -168,7 +170,7 @@ class TrainingDraws:
     def end_epoch(self, iteration: int) -> None:
         """End the epoch before ``iteration``, with which another begins: one batch was read ahead in vain."""
         with LOCK:
-            if self.order.place(iteration)[1]:
+            if self._reads_ahead and self.order.place(iteration)[1]:
                 self._cut[iteration] = self._batches(iteration)[0]
             if (point := self._points.get(iteration)) is not None:
                 self._points[iteration] = replace(point, ahead=None)
@@ -203,6 +205,8 @@ class TrainingDraws:
             epoch = self._epochs[iteration] = states
             states = self.order.after(iteration, states)
             states = self._draw(iteration, 0, batches[0], states)
+        elif not self._reads_ahead:
+            states = self._draw(iteration, 0, batches[0], states)
         elif (iteration, 0) not in self._kept:
             assert point.ahead is not None
             self._draw(iteration, 0, batches[0], point.ahead)
@@ -213,7 +217,7 @@ class TrainingDraws:
         following, ahead = iteration + 1, None
         if following in self._cut:
             ahead, states = states, self._draw(following, -1, self._cut[following], states)
-        elif self.order.place(following)[1]:
+        elif self._reads_ahead and self.order.place(following)[1]:
             ahead, states = states, self._draw(following, 0, self._batches(following)[0], states)
         self._points[following] = Point(states, ahead, epoch)
         for known in (self._points, self._epochs, self._evaluations):

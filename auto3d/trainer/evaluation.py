@@ -40,6 +40,7 @@ class Evaluated:
     targets: Sequence[float]  # how many these are; 1 for a sum
     labels: tuple[np.ndarray, ...]
     inputs: np.ndarray | None  # main input of each sample, if metrics are to get it
+    samples: int
     at_once: int
 
 
@@ -50,6 +51,7 @@ class Evaluation:
     samples: int
     predictions: Predictions  # the names of the outputs that are predictions
     has_labels: bool
+    has_loss: bool  # a model may have one of samples without labels
     at_once: int  # samples that run at once
     last: int  # samples at the end that run by themselves, since nothing can fill a batch of them
     alike: bool = False  # the loss of the samples that run at once is the model's own, however many targets they have
@@ -71,8 +73,8 @@ def check_evaluation(
     captured for, where the loss would count samples that fill a batch, and where the model cannot be evaluated.
     """
     assert pipeline.training is not None
-    has_labels = bool(data.label_names) and all(name in data.shapes for name in data.label_names)
-    if not has_labels and loss_only:
+    has_labels, has_loss = data.has_labels, data.has_loss
+    if not has_loss and loss_only:
         raise InputError(
             f"Trainer.evaluate: the samples have no {' and '.join(data.label_names) or 'labels'}, so there is no "
             "loss, and without compute_metrics nothing else to report"
@@ -89,7 +91,7 @@ def check_evaluation(
     # Terms that ignore different labels have no weight in common: a batch then runs whole, as in one process.
     is_whole = bool(terms.other) or (len((*terms.counted, *terms.constant)) > 1 and not counts_items)
     alike = is_whole and not counts_items
-    if has_labels:
+    if has_loss:
         at_once = _at_once(plan, args.per_device_eval_batch_size, whole=is_whole)
         if counted := data.why_filler_counts(-samples % at_once, terms):
             last = samples % at_once
@@ -100,7 +102,7 @@ def check_evaluation(
         names = predictions_of(pipeline.build, pipeline.inputs, ignored, device=args.device.type)
     for size in (at_once, last) if last else (at_once,):
         needed = prepare_evaluation(
-            pipeline.training, outputs=tree_leaves(names), loss=has_labels, at_once=size, alike=alike
+            pipeline.training, outputs=tree_leaves(names), loss=has_loss, at_once=size, alike=alike
         )
         if missing := sorted(needed - data.shapes.keys()):
             raise InputError(
@@ -114,6 +116,7 @@ def check_evaluation(
         samples=samples,
         predictions=names,
         has_labels=has_labels,
+        has_loss=has_loss,
         at_once=at_once,
         last=last,
         alike=alike,
@@ -162,24 +165,24 @@ def evaluated(
     samples, has_labels = evaluation.samples, evaluation.has_labels
     kept = data.label_names if has_labels else ()
     asked = (*kept, *([main_input] if main_input else []))
-    result = _run(pipeline.training, data, evaluation, asked)
+    parts = _run(pipeline.training, data, evaluation, asked)
     batch = args.per_device_eval_batch_size
     # A collator may draw: metrics must get the labels of the draw that the stages have read.
-    if unread := [name for name in asked if name not in result.inputs]:
+    if unread := [name for name in asked if name not in parts[0].inputs]:
         raise InputError(f"Trainer: the model does not use {' and '.join(unread)}, so no stage reads it; leave it out")
     widths = None
     if evaluation.of_decoder:
         found = of_rank_0(lambda: widths_of(data, batch), "to collate")
         widths = Widths(batches=found, of_decoder=evaluation.of_decoder, left=data.padding.left)  # type: ignore[union-attr]
 
-    def cut(name: str, value: torch.Tensor, number: int) -> torch.Tensor:
-        value = value[:samples][number * batch : (number + 1) * batch]
+    def cut(name: str, values: Sequence[torch.Tensor], number: int) -> torch.Tensor:
+        value = _rows(values, number * batch, min(samples, (number + 1) * batch))
         return value if widths is None else widths.cut(name, value, number)
 
     def of_batch(number: int) -> tuple[Any, Any]:
         return (
-            tree_map(lambda name: cut(name, result.outputs[name], number), evaluation.predictions),
-            tuple(cut(name, result.inputs[name], number) for name in kept),
+            tree_map(lambda name: cut(name, [part.outputs[name] for part in parts], number), evaluation.predictions),
+            tuple(cut(name, [part.inputs[name] for part in parts], number) for name in kept),
         )
 
     batches = [of_batch(number) for number in range(-(-samples // batch))]
@@ -190,23 +193,36 @@ def evaluated(
     inputs = None
     if main_input:
         inputs = concatenated(
-            [cut(main_input, result.inputs[main_input], number) for number in range(len(batches))]
+            [cut(main_input, [part.inputs[main_input] for part in parts], number) for number in range(len(batches))]
         ).numpy()
     of_labels = tuple(each.numpy() for each in labels)
     is_summed = pipeline.settings.loss_mean == SUMMED_ITEMS
+    losses = [loss for part in parts for loss in part.losses]
+    targets = [count for part in parts for count in part.targets]
     return Evaluated(
         predictions=one_or_tuple(tree_map(torch.Tensor.numpy, predictions)),
-        label_ids=one_or_tuple(of_labels),
-        losses=result.losses if has_labels else None,
-        targets=[1.0] * len(result.losses) if is_summed else result.targets,
+        label_ids=one_or_tuple(of_labels) if has_labels or not evaluation.has_loss else (),
+        losses=losses if evaluation.has_loss else None,
+        targets=[1.0] * len(losses) if is_summed else targets,
         labels=of_labels,
         inputs=inputs,
         at_once=evaluation.at_once,
+        samples=samples,
     )
 
 
-def _run(training: Training, data: CollatedData, evaluation: Evaluation, kept: Sequence[str]) -> EvaluationResult:
-    """What the pipeline gives, and the inputs called ``kept``; all ranks must call it."""
+def _rows(parts: Sequence[torch.Tensor], begin: int, end: int) -> torch.Tensor:
+    """Rows ``begin`` to ``end`` of the ``parts`` one after the other."""
+    found, first = [], 0
+    for part in parts:
+        found.append(part[max(begin - first, 0) : max(end - first, 0)])
+        first += len(part)
+    return concatenated([each for each in found if len(each)])
+
+
+def _run(training: Training, data: CollatedData, evaluation: Evaluation, kept: Sequence[str]) -> list[EvaluationResult]:
+    """What the pipeline gives, and the inputs called ``kept``, of samples that follow each other; all ranks must call
+    it."""
     samples, at_once, last = evaluation.samples, evaluation.at_once, evaluation.last
     plan, outputs = training.rank.common.plan, tree_leaves(evaluation.predictions)
 
@@ -221,24 +237,15 @@ def _run(training: Training, data: CollatedData, evaluation: Evaluation, kept: S
             samples=samples,
             outputs=outputs,
             inputs=kept,
-            loss=evaluation.has_labels,
+            loss=evaluation.has_loss,
             at_once=size,
             alike=evaluation.alike,
         )
 
     if not last:
-        return run(samples + -samples % at_once if evaluation.has_labels else samples, at_once)
-    before = run(samples - last, at_once) if samples > last else None
-    of_end = run(last, last, samples - last)
-    if before is None:
-        return of_end
-    return EvaluationResult(
-        loss=None,
-        outputs={name: torch.cat([value, of_end.outputs[name]]) for name, value in before.outputs.items()},
-        losses=before.losses + of_end.losses,
-        targets=before.targets + of_end.targets,
-        inputs={name: torch.cat([value, of_end.inputs[name]]) for name, value in before.inputs.items()},
-    )
+        return [run(samples + -samples % at_once if evaluation.has_loss else samples, at_once)]
+    before = [run(samples - last, at_once)] if samples > last else []
+    return [*before, run(last, last, samples - last)]
 
 
 def metrics_of(
@@ -248,10 +255,12 @@ def metrics_of(
     compute: Callable[..., dict] | None,
     first_item: int | None,
     prefix: str,
+    fills: bool,
 ) -> dict[str, Any]:
     """What ``compute`` gives on rank 0, and the mean loss, each under its name after ``prefix``. All ranks call it.
 
-    ``first_item`` is that of CollatedData.
+    ``first_item`` is that of CollatedData. If it ``fills``, the loss of a last batch in part counts as often as that of
+    a whole one: transformers repeats it so, and cuts that off where accelerate has prepared the loader.
     """
     metrics: dict[str, Any] = {}
     losses = None
@@ -262,8 +271,11 @@ def metrics_of(
             result.at_once,
             args.per_device_eval_batch_size,
             result.labels,
+            samples=result.samples,
             first_item=first_item,
         )
+        if fills:
+            losses = np.append(losses, losses[-1:].repeat(-len(losses) % args.per_device_eval_batch_size))
     if compute is not None and result.predictions is not None and result.label_ids is not None:
         batch = args.per_device_eval_batch_size if args.batch_eval_metrics else None
         given = losses.astype(np.float32) if losses is not None and "loss" in args.include_for_metrics else None

@@ -6,6 +6,7 @@ It is a script's own method, or that of transformers with a ``compute_loss_func`
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +31,15 @@ class ComputeLoss:
 class OwnLoss:
     """Replaces the forward of ``model``: ``compute_loss`` calls the model, whose own forward then runs.
 
-    If it ``gets_items``, the number of items is 1, so that a loss which divides by it is a sum over items. Under
-    autocast the model alone runs in low precision, as accelerate has it: the loss gets its outputs in float32.
+    If it ``gets_items``, the number of items is 1, so that a loss which divides by it is a sum over items. Its inputs
+    have the ``constants``, too. Under autocast the model alone runs in low precision, as accelerate has it: the loss
+    gets its outputs in float32.
     """
 
-    def __init__(self, model: nn.Module, compute_loss: ComputeLoss, *, gets_items: bool = False) -> None:
-        self._model, self.of, self._gets_items = model, compute_loss, gets_items
+    def __init__(
+        self, model: nn.Module, compute_loss: ComputeLoss, *, gets_items: bool, constants: Mapping[str, Any]
+    ) -> None:
+        self._model, self.of, self._gets_items, self._constants = model, compute_loss, gets_items, constants
         self.forward: Callable[..., Any] = model.forward
         self._autocast: AbstractContextManager | None = None  # None while ``compute_loss`` does not run
         self.in_model = False  # whether the model's own forward runs, which it calls
@@ -57,7 +61,8 @@ class OwnLoss:
             if items is None and self._gets_items:
                 items = torch.ones((), dtype=torch.int64, device=inputs["labels"].device)
             with nullcontext() if kind is None else torch.autocast(device, enabled=False):
-                loss, outputs = self.of.call(self._model, inputs, return_outputs=True, **{ITEMS: items})
+                given = {**inputs, **self._constants}
+                loss, outputs = self.of.call(self._model, given, return_outputs=True, **{ITEMS: items})
         finally:
             self._autocast = None
         if isinstance(outputs, Mapping):
@@ -75,20 +80,30 @@ def _in_float32(value: torch.Tensor) -> torch.Tensor:
 
 
 def with_loss(
-    build: Callable[[], nn.Module], compute_loss: ComputeLoss | None, *, gets_items: bool = False
+    build: Callable[[], nn.Module],
+    compute_loss: ComputeLoss | None,
+    *,
+    gets_items: bool = False,
+    constants: Mapping[str, Any] | None = None,
 ) -> Callable[[], nn.Module]:
-    """``build``, whose modules have the loss of ``compute_loss``, as OwnLoss says; None: that of the model."""
-    if compute_loss is None:
+    """``build``, whose modules have the loss of ``compute_loss``, as OwnLoss says; None: that of the model.
+
+    ``constants`` are further arguments of each call, by name.
+    """
+    if compute_loss is None and not constants:
         return build
 
     def built() -> nn.Module:
         model = build()
-        loss = OwnLoss(model, compute_loss, gets_items=gets_items)
+        if compute_loss is None:
+            call: Callable[..., Any] = partial(model.forward, **constants or {})
+        else:
+            call = OwnLoss(model, compute_loss, gets_items=gets_items, constants=constants or {})
 
         def forward(*arguments: Any, **inputs: Any) -> Any:  # torch.export takes functions only
-            return loss(*arguments, **inputs)
+            return call(*arguments, **inputs)
 
-        forward.own_loss = loss  # type: ignore[attr-defined]
+        forward.own_loss = call if isinstance(call, OwnLoss) else None  # type: ignore[attr-defined]
         model.forward = forward
         return model
 

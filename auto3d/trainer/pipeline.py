@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,6 +65,7 @@ class Pipeline:
         self._model, self._args = model, args
         self.build: Callable[[], nn.Module] = build_of(model)
         self._own_loss: ComputeLoss | None = None
+        self.constants: Mapping[str, Any] = {}  # arguments of each call of the model, beside its inputs
         self._weights = state_of(model)
         self.batch = batch_of(setup(), args)
         self.training, self.inputs = None, {}
@@ -80,7 +82,17 @@ class Pipeline:
 
     def compute(self, loss: ComputeLoss) -> None:
         """Train ``loss`` in place of that of the model."""
-        self._own_loss, self.build = loss, with_loss(self.build, loss)
+        self._own_loss = loss
+        self._build_anew()
+
+    def call_with(self, constants: Mapping[str, Any]) -> None:
+        """Call the model with these further arguments, too."""
+        if constants != self.constants:
+            self.constants = constants
+            self._build_anew()
+
+    def _build_anew(self, *, gets_items: bool = False) -> None:
+        self.build = with_loss(build_of(self._model), self._own_loss, gets_items=gets_items, constants=self.constants)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -150,8 +162,8 @@ class Pipeline:
             unify = make_alike if self._planned is None else check_alike
             unify(self._weights)
         if self._planned is None or self.is_outdated or captured_for != self.inputs:
-            self.build = with_loss(build_of(self._model), self._own_loss, gets_items=gets_items)
-            self._traits = dict(traits_of(self._model))
+            self._build_anew(gets_items=gets_items)
+            self._traits = self._traits_now()
             self._values_read = {} if self._reads is None else self._reads.now()
             before = self._planned
             again = before and planned_again(*before, self._args, self.build, data.shapes)
@@ -207,7 +219,10 @@ class Pipeline:
     def is_outdated(self) -> bool:
         """Whether the pipeline must start again: the model has other traits than when it was planned, or its code would
         read other values."""
-        return self._traits != dict(traits_of(self._model)) or bool(self.value_changed)
+        return self._traits != self._traits_now() or bool(self.value_changed)
+
+    def _traits_now(self) -> dict[str, object]:
+        return {**dict(traits_of(self._model)), "arguments of its call": repr(self.constants)}
 
     def has_other_shapes(self, shapes: Mapping[str, InputSpec]) -> bool:
         """Whether it was made for samples whose inputs, of those that both have, are of other ``shapes``."""

@@ -102,15 +102,15 @@ def losses_of_samples(
     batch: int,
     labels: Sequence[np.ndarray],
     *,
+    samples: int,
     first_item: int | None,
 ) -> np.ndarray:
-    """The loss of each sample's batch, [samples], whose mean transformers reports.
+    """The loss of the batch of each of so many ``samples``, [samples], whose mean transformers reports.
 
     ``losses`` has the mean over the real ``targets`` of each ``at_once`` samples, a part of a ``batch``. The loss of a
     batch is their sum, divided by the number of these targets or, with ``first_item``, by that which transformers
     counts in ``labels``.
     """
-    samples = len(labels[0]) if labels else len(losses) * at_once
     found = np.empty(samples)
     for first in range(0, samples, batch):
         end = min(samples, first + batch)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from auto3d.capture.export import InputSpec
@@ -102,9 +103,12 @@ class TrainOrder:
         It is drawn from ``states`` on; None: from where torch's own generator was left by the order before.
         """
         with self._generator() if states is None else PROCESS.at(states):
-            self._loader.set_epoch(epoch)
-            draw_seed_of_workers()
-            drawn = [sample for batch in self._loader.batch_sampler for sample in batch]
+            if hasattr(self._loader, "set_epoch"):
+                self._loader.set_epoch(epoch)
+            draw_seed_of_workers(self._generator_of_loader)
+            # A plain DataLoader without workers does not ask for the end, before which a sampler may draw once more.
+            batches = len(self._loader.batch_sampler) if self._reads_none_ahead else None
+            drawn = [sample for batch in islice(self._loader.batch_sampler, batches) for sample in batch]
             if not self.is_alone:
                 self._after[epoch] = PROCESS.states(states)
         self._epochs = {number: self._epochs[number] for number in self._epochs if number == epoch - 1}
@@ -114,7 +118,8 @@ class TrainOrder:
         """The states after the order of the epoch that begins with ``iteration`` was drawn, from ``states`` on."""
         if self.is_alone:
             with PROCESS.at(states):
-                draw_seed_of_workers()
+                if self._generator_of_loader is None:
+                    draw_seed_of_workers()
                 return PROCESS.states(states)
         self.of(iteration)
         return replace(self._after[self.place(iteration)[0]], own=states.own)
@@ -136,6 +141,15 @@ class TrainOrder:
             torch.default_generator.set_state(before)
 
     @property
+    def _generator_of_loader(self) -> torch.Generator | None:
+        return getattr(self._loader, "generator", None)
+
+    @property
+    def _reads_none_ahead(self) -> bool:
+        loader = self._loader
+        return isinstance(loader, DataLoader) and not isinstance(loader, DataLoaderShard) and not loader.num_workers
+
+    @property
     def _is_seeded(self) -> bool:
         return isinstance(getattr(self._loader.batch_sampler, "sampler", None), SeedableRandomSampler)
 
@@ -153,6 +167,7 @@ class TrainOrder:
         return type(sampler) in _SAMPLERS and not own
 
 
+_CONSTANT = (bool, int, float, str, type(None))
 _SAMPLERS = (SeedableRandomSampler, RandomSampler, SequentialSampler, WeightedRandomSampler, LengthGroupedSampler)
 
 
@@ -161,6 +176,7 @@ class LookedAt:
     """What is known of data that were looked at."""
 
     draws: bool = False  # whether a generator had another state after a batch was read
+    constants: dict[str, Any] | None = None  # what is no tensor in a batch; None: no batch was made yet
 
 
 @dataclass(frozen=True)
@@ -203,6 +219,7 @@ class CollatedData:
     padding: Padding | None = None
     seed: int = 0  # seed of collators and datasets that draw random numbers
     label_names: tuple[str, ...] = ("labels",)  # inputs whose entries are ignored where they are IGNORED
+    returns_loss: bool = False  # whether the model has a loss of samples without labels, unless a batch says otherwise
     shapes: Mapping[str, InputSpec] = field(default_factory=dict)  # inputs that every batch must have; empty: any
     first_item: int | None = None
     """The place of a sample's labels from which transformers counts them as items, 0 or 1; None: they do not count."""
@@ -261,6 +278,22 @@ class CollatedData:
     def may_ignore_targets(self) -> bool:
         """Whether labels may be IGNORED; those of a regression may not."""
         return any(not self.shapes[name].dtype.is_floating_point for name in self.label_names if name in self.shapes)
+
+    @property
+    def constants(self) -> Mapping[str, Any]:
+        """What is no tensor in a batch, and the same in all: arguments of the model's call, by name."""
+        return self.found.constants or {}
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether its samples have all labels."""
+        return bool(self.label_names) and all(name in self.shapes for name in self.label_names)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether transformers takes a loss of its samples in an evaluation."""
+        asked = self.constants.get("return_loss")
+        return self.has_labels or (not self.label_names and bool(self.returns_loss if asked is None else asked))
 
     @property
     def lacks_labels(self) -> bool:
@@ -379,15 +412,22 @@ class CollatedData:
         return [dict(each) if type(each) is dict else each for each in _fetch(self.dataset, samples)]
 
     def _collated(self, items: list[Any]) -> dict[str, torch.Tensor]:
-        tensors = {}
+        tensors, constants = dict[str, torch.Tensor](), dict[str, Any]()
         for name, value in self.collate(items).items():
-            if not isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value
+                self._check_limit(name, value)
+            elif isinstance(value, _CONSTANT):
+                constants[name] = value
+            else:
                 raise InputError(
-                    f"data_collator: {name} is a {type(value).__name__}; every input must be a tensor: what is the "
-                    "same for all batches, give the model in a compute_loss of your Trainer"
+                    f"data_collator: {name} is a {type(value).__name__}; an input must be a tensor, or a number, a "
+                    "text or None that is the same in all batches: what else is the same for all batches, give the "
+                    "model in a compute_loss of your Trainer"
                 )
-            tensors[name] = value
-            self._check_limit(name, value)
+        if self.found.constants is None:
+            self.found.constants = constants
+        check_constants(constants, self.found.constants, "in the first batch it was")
         return tensors
 
     def padded(self, batch: dict[str, torch.Tensor], length: int | None = None) -> dict[str, torch.Tensor]:
@@ -522,6 +562,18 @@ def check_shapes(batch: Mapping[str, torch.Tensor], shapes: Mapping[str, InputSp
                     if spec.dtype.is_floating_point
                     else "if samples differ in length, give TrainingArguments.sequence_length"
                 )
+            )
+
+
+def check_constants(constants: Mapping[str, Any], before: Mapping[str, Any], whose: str) -> None:
+    """Raise InputError unless both are equal; ``whose`` says in it what is known of those ``before``."""
+    for name in {**before, **constants}:
+        found, wanted = (repr(each[name]) if name in each else "none" for each in (constants, before))
+        if found != wanted:
+            raise InputError(
+                f"data_collator: {name} is {found}, and {whose} {wanted}: what is no tensor is an argument of the "
+                "model's call, which is captured once; let it be the same in all batches, or a tensor with an entry "
+                "for each sample"
             )
 
 

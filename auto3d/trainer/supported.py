@@ -209,7 +209,7 @@ METHODS = frozenset(
     {"add_callback", "evaluate", "is_local_process_zero", "is_world_process_zero", "log", "pop_callback", "predict"}
     | {"remove_callback", "save_model", "train", "_get_train_sampler", "get_decay_parameter_names"}
     | {"compute_loss", "loss_is_scaled_for_ga", "create_optimizer", "create_scheduler"}
-    | {"get_optimizer_cls_and_kwargs"}
+    | {"get_optimizer_cls_and_kwargs", "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"}
 )
 """Methods of Trainer that a subclass may override. Any other would not be called, or not where transformers does."""
 

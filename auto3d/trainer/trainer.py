@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.data_loader import DataLoaderShard
 from accelerate.state import PartialState
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
-from torch.utils.data import SequentialSampler
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from xxhash import xxh3_64, xxh3_64_intdigest
 
@@ -47,6 +47,7 @@ from auto3d.trainer.folders import check_complete, last_complete, load_weights, 
 from auto3d.trainer.generators import LOCK, PROCESS, Generators, States
 from auto3d.trainer.instance import kept_by_forward, separate
 from auto3d.trainer.lengths import length_of_stream, lengths_of, lengths_to_capture
+from auto3d.trainer.loaders import check_loader, positions_of
 from auto3d.trainer.looks import is_of_user, may_look, reached, words_of
 from auto3d.trainer.loss_mean import loss_mean_of
 from auto3d.trainer.optimizer import KEPT, StateOnRanks, numbers_of, take_thawed
@@ -56,7 +57,7 @@ from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.predictions import stand_in_labels
 from auto3d.trainer.rank_zero import of_rank_0, tell
 from auto3d.trainer.rates import check_rates, check_saved, follows_metric, load_rates, write_rates
-from auto3d.trainer.samples import CollatedData, InOrder, TrainOrder, samples_of
+from auto3d.trainer.samples import CollatedData, InOrder, TrainOrder, check_constants, samples_of
 from auto3d.trainer.stream import Stream, check_stream, is_stream, read_whole
 from auto3d.trainer.supported import (
     check_arguments,
@@ -66,9 +67,12 @@ from auto3d.trainer.supported import (
     check_trainer,
 )
 from auto3d.trainer.together import TOGETHER
+from auto3d.trainer.watching import ReadsWatch
 from auto3d.trainer.workers import Workers, check_persistent
 
-_BEFORE_STEPS = ("__init__", "compute_loss", "get_decay_parameter_names", "_get_train_sampler")
+_BEFORE_STEPS = (
+    *("__init__", "compute_loss", "get_decay_parameter_names", "_get_train_sampler", "get_train_dataloader"),
+)
 """Methods of a subclass that do not run between steps, or not with the weights of then."""
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -137,6 +141,7 @@ class Trainer(transformers.Trainer):
         self._needs_mask = True  # see Padding
         self._stands_in = False  # whether the pipeline was made for labels that stand in, since samples had none
         self._iterations: Iterator[tuple[int, IterationResult]] = iter(())
+        self._watch: ReadsWatch  # of the training that runs
         self._made_of: tuple[Any, dict[str, Any]] = None, {}  # an optimizer of transformers, and arguments for it
         self._frozen: list[nn.Parameter] = []  # parameters that were frozen when transformers made it
         super().__init__(
@@ -183,9 +188,10 @@ class Trainer(transformers.Trainer):
             raise InputError(
                 "Trainer.train: trial: refused: a search of hyperparameters would need a pipeline for each"
             )
-        if self.train_dataset is None:
+        data: Any = self.train_dataset
+        if data is None and not self._makes_loader:
             raise InputError("Trainer.train: there is no train_dataset; give Trainer(train_dataset=)")
-        if hasattr(self.train_dataset, "__len__") and not len(self.train_dataset):
+        if hasattr(data, "__len__") and not len(data):
             raise InputError("train_dataset: it has no samples; look at what selects or filters them")
         if not any(each.requires_grad for each in self.model.parameters()):
             raise InputError(
@@ -303,6 +309,9 @@ class Trainer(transformers.Trainer):
 
     def set_initial_training_values(self, args: transformers.TrainingArguments, dataloader: Any) -> tuple:
         """Those of one process that accumulates as many micro-batches as all pipelines run."""
+        if self._makes_loader:
+            size = self._pipeline.batch.micro_batch_size
+            check_loader(dataloader, "get_train_dataloader", size, "TrainingArguments.per_device_train_batch_size")
         alone = copy.copy(args)
         alone.gradient_accumulation_steps = self._micro_batches
         values = super().set_initial_training_values(alone, dataloader)
@@ -320,8 +329,14 @@ class Trainer(transformers.Trainer):
         order = TrainOrder(
             loader, global_batch=global_batch, iterations_per_epoch=self._updates_per_epoch, state=states.torch
         )
-        self._draws = TrainingDraws(order, states)
+        # accelerate's loader, which transformers makes, reads a batch ahead
+        self._draws = TrainingDraws(order, states, reads_ahead=isinstance(loader, DataLoaderShard))
         return order
+
+    @property
+    def _makes_loader(self) -> bool:
+        """Whether the script itself makes the DataLoader of the training."""
+        return type(self).get_train_dataloader is not transformers.Trainer.get_train_dataloader
 
     def _init_training_state(self, *arguments: Any, **named: Any) -> tuple[int, int]:
         """Begin at the state of the checkpoint, if there is one, which may be in a later epoch of a stream."""
@@ -345,7 +360,7 @@ class Trainer(transformers.Trainer):
         if resume_from_checkpoint is not None:
             checkpoints = Checkpoints(folder=Path(resume_from_checkpoint), every=None)
         self._create_optimizer_and_scheduler(max_steps)
-        data = self._in_sequence(data, resume_from_checkpoint)
+        data = self._in_sequence(data, train_dataloader, resume_from_checkpoint)
         training = self._start(data, max_steps, checkpoints)
         if self.args.save_strategy != "no":
             check_resumes(training.rank.common.rules.values())
@@ -362,7 +377,8 @@ class Trainer(transformers.Trainer):
             self._draws.size = training.rank.common.plan.micro_batch_size
         self._check_evaluations()
         self._check_reads(data)
-        self._iterations, self._data, self._max_steps = training.iterations(), data, max_steps
+        self._data, self._max_steps = data, max_steps
+        self._go_through(training)
         self._numbers, self._flos_of_sample = data.numbers(), self._flos_of_one(data.shapes)
         if resume_from_checkpoint is not None:
             load_rates(Path(resume_from_checkpoint), self.optimizer, self.lr_scheduler, steps=training.first)
@@ -497,6 +513,7 @@ class Trainer(transformers.Trainer):
             if isinstance(self._order, Stream):
                 self._order.forget(self.state.global_step)
             _, result = next(self._iterations)
+            self._watch.after_step()
             self._pipeline.trained()
             self._add_loss(result.loss)
             self.current_flos += self._flos_of_sample * len(self._order.of(self.state.global_step))
@@ -644,6 +661,7 @@ class Trainer(transformers.Trainer):
         lengths = self._find_length([loader, *self._loaders_of_evaluations().values()])
         self._find_padding(loader, self._order)
         data = replace(self._collated(loader, self._order), missing=missing).with_shapes()
+        self._pipeline.call_with(data.constants)
         check_same_data(data, "train_dataset")
         longest = None if lengths is None or self._length is None else self._of_micro_batches(lengths, max_steps)
         if longest is not None and self._length is not None:
@@ -670,6 +688,7 @@ class Trainer(transformers.Trainer):
             padding=self._padding(self.args.sequence_length or self._length),
             seed=self.args.seed,
             label_names=tuple(self.label_names),
+            returns_loss=self.can_return_loss,
             limits=limits_of(self.model, self._main_input, self.label_names),
             generators=self._generators_of(loader, "train" if isinstance(order, TrainOrder) else "eval"),
             workers=Workers.of(loader),
@@ -682,7 +701,7 @@ class Trainer(transformers.Trainer):
             return Generators(nullcontext(), data_collator=collator)
         return Generators(data_collator=collator, **{f"{use}_dataset": loader.dataset})
 
-    def _in_sequence(self, data: CollatedData, resume_from_checkpoint: str | None) -> CollatedData:
+    def _in_sequence(self, data: CollatedData, loader: Any, resume_from_checkpoint: str | None) -> CollatedData:
         """``data``, whose draws are those of one process one after the other, if they draw and can be read so."""
         workers, draws = data.workers, self._any_rank(data.found.draws)
         self._ahead = None
@@ -693,6 +712,11 @@ class Trainer(transformers.Trainer):
         if not draws:
             return data
         self._generators[True] = data.generators
+        if self._makes_loader and loader.generator is not None:
+            raise InputError(
+                "Trainer.get_train_dataloader: refused: its DataLoader has a generator, and the dataset or the "
+                "collator draws random numbers, too; give the generator to its sampler alone"
+            )
         if self._draws is None:
             tell(
                 "train_dataset or data_collator draws random numbers: with samples of a stream they follow from the "
@@ -778,7 +802,13 @@ class Trainer(transformers.Trainer):
 
     def _start_again(self) -> None:
         """Go on with the model as a callback has changed it, after the steps so far."""
-        self._iterations = self._start(self._data, self._max_steps, None, goes_on=True).iterations()
+        self._go_through(self._start(self._data, self._max_steps, None, goes_on=True))
+
+    def _go_through(self, training: Training) -> None:
+        """Let the next steps be the iterations of ``training``."""
+        assert self.plan is not None
+        self._iterations = training.iterations()
+        self._watch = ReadsWatch(training, self.plan, self._pipeline.settings.device)
 
     def _start(
         self, data: CollatedData, iterations: int, checkpoints: Checkpoints | None, *, goes_on: bool = False
@@ -846,6 +876,8 @@ class Trainer(transformers.Trainer):
     ) -> EvalLoopOutput:
         """Evaluate the whole dataset of ``dataloader`` in the pipeline; all ranks must call it."""
         TOGETHER.call(f"Trainer.{'predict' if description == 'Prediction' else 'evaluate'}", self.args.ddp_timeout)
+        predicts = description == "Prediction"
+        self._check_loader_of_evaluation(dataloader, "get_test_dataloader" if predicts else "get_eval_dataloader")
         args, samples = self.args, samples_of(dataloader.batch_sampler)
         check_attributes(self, self._made_with)
         data = self._evaluation_data(dataloader)
@@ -887,6 +919,7 @@ class Trainer(transformers.Trainer):
             compute=self.compute_metrics,
             first_item=self._first_item,
             prefix=f"{metric_key_prefix}_",
+            fills=not isinstance(dataloader, DataLoaderShard),
         )
         return EvalLoopOutput(
             predictions=result.predictions, label_ids=result.label_ids, metrics=metrics, num_samples=samples
@@ -899,13 +932,16 @@ class Trainer(transformers.Trainer):
                 "Trainer: the dataset of an evaluation has no samples, or with dataloader_drop_last no whole batch; "
                 "give it some, or leave it out"
             )
-        sampler = loader.batch_sampler.sampler
-        positions = None if isinstance(sampler, SequentialSampler) else list(sampler)
+        positions = positions_of(loader.batch_sampler.sampler)
         order = InOrder(samples, self._pipeline.batch.global_batch, positions=positions)
         if not self.is_in_train:
             self._find_length([loader])
             self._find_padding(loader, order)
-        return self._collated(loader, order).with_shapes()
+        data = self._collated(loader, order).with_shapes()
+        if self.is_in_train:
+            check_constants(data.constants, self._pipeline.constants, "in the training it is")
+        self._pipeline.call_with(data.constants)
+        return data
 
     def _evaluation_in_sequence(self, data: CollatedData) -> CollatedData:
         """``data`` of an evaluation that begins now, with their draws, if they draw and can be read so."""
@@ -956,8 +992,18 @@ class Trainer(transformers.Trainer):
         """The loaders of the evaluations that the training will run, by the names of several."""
         if self.args.eval_strategy == "no" or self.eval_dataset is None:
             return {}
-        datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
-        return {name: self.get_eval_dataloader(dataset) for name, dataset in datasets.items()}
+        names = self.eval_dataset.keys() if isinstance(self.eval_dataset, dict) else [""]
+        with PROCESS.at(PROCESS.states()):  # a script's own method may draw a subset
+            found = {name: self.get_eval_dataloader(name or None) for name in names}
+        for loader in found.values():
+            self._check_loader_of_evaluation(loader, "get_eval_dataloader")
+        return found
+
+    def _check_loader_of_evaluation(self, loader: Any, method: str) -> None:
+        """Raise InputError if ``method`` is the script's, and returned what a pipeline cannot read."""
+        if getattr(type(self), method) is not getattr(Trainer, method):
+            size = self.args.per_device_eval_batch_size
+            check_loader(loader, method, size, "TrainingArguments.per_device_eval_batch_size")
 
     def _check_evaluations(self) -> None:
         """Raise the errors of the evaluations that the training will run, before its first iteration."""

@@ -1,6 +1,10 @@
 """A dataset that is another one on one rank, in mid-training: named where two read it, harmless where one does."""
 
+import io
+import re
+from contextlib import redirect_stdout
 from functools import partial
+from time import sleep
 
 import numpy as np
 import pytest
@@ -9,6 +13,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from auto3d.errors import InputError
+from tests.distributed.test_watch import windows
 from tests.soak import soak
 from tests.trainer import small
 from tests.trainer.scripts import begin, free_port
@@ -94,3 +99,27 @@ def test_data_that_differ_on_one_rank(degrees, fault, processes, tmp_path):
             assert found == right, "rank 0 reads for both"
         else:
             assert found.startswith(TOKEN.format(fault, 2 if "dp" in degrees else 0))
+
+
+class Sleeps(list):
+    def __getitem__(self, number):
+        sleep(0.02)
+        return super().__getitem__(number)
+
+
+def lines_of_slow_data(world, folder, port):
+    """What a rank prints of a training whose dataset sleeps 20 ms for each sample, with windows of 3 iterations."""
+    begin(world, folder, port)
+    output = io.StringIO()
+    with windows(3, 0.0), redirect_stdout(output):
+        small.trainer(data=Sleeps(small.with_labels(small.rows(64))), max_steps=8).train()
+    return [line for line in output.getvalue().splitlines() if "wait for data" in line]
+
+
+def test_the_trainer_says_once_that_stages_wait_for_data(processes, tmp_path):
+    first, other = processes.run(2, lines_of_slow_data, tmp_path, free_port())
+    (line,) = first
+    assert re.fullmatch(
+        r"auto3d: warning: stages wait for data: reading takes \d+ % of an iteration on rank \d .*", line
+    )
+    assert not other, "rank 0 alone prints"
