@@ -19,6 +19,9 @@ from tests.models import LOW_PRECISION
 from tests.pairwise import sample_of
 from tests.processes import ProcessPool
 
+# Its two uses of a layer have their gradients added in bfloat16 by autocast, in float32 by the runtime.
+NOT_IN_BFLOAT16 = "residual"
+
 
 def cases() -> Iterator[Case]:
     """The cells that the suite runs, and in bfloat16 each value of their axes once."""
@@ -36,7 +39,7 @@ def in_bfloat16(cells: list[grid.Cell]) -> list[grid.Cell]:
     low = []
     for cell in cells:
         for name in (f"{cell.model}@bfloat16", f"{cell.model.removesuffix('-dropout')}@bfloat16"):
-            if name in LOW_PRECISION:
+            if name in LOW_PRECISION and cell.model != NOT_IN_BFLOAT16:
                 low.append(replace(cell, model=name))
                 break
     axes = [cell.axes for cell in low]
