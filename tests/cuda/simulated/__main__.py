@@ -1,7 +1,8 @@
 """What the engine does on GPUs, on simulated ones under the CUDA build of torch: python -m tests.cuda.simulated
 
-Builds the simulated CUDA, and passes its arguments to ``parity``; without arguments, ``memory`` follows. One line says
-so if torch was built without CUDA.
+Builds the simulated CUDA, and runs a part of this package: the first argument if it is the name of a part, else
+``parity``, with the other arguments. Without arguments, ``memory`` follows. One line says so if torch was built without
+CUDA.
 """
 
 import os
@@ -10,11 +11,19 @@ import sys
 
 from tests.cuda.simulated.build import build, environment, has_cuda_build
 
+COMPUTING = {"computes": True, "delay_us": 200}
+PARTS: dict[str, dict[str, int]] = {  # name -> settings of the simulated CUDA; driver.cpp says what they mean
+    "parity": COMPUTING,
+    "grid": COMPUTING,
+    "memory": {"computes": False},
+    "scale": {"computes": False, "alone": True},
+}
 
-def run(module: str, *arguments: str, computes: bool, **settings: int) -> int:
-    """The exit code of a module of this package, run on the simulated CUDA; 1 also where torch warns of messages."""
-    command = [sys.executable, "-m", f"tests.cuda.simulated.{module}", *arguments]
-    variables, warned = os.environ | environment(computes=computes, **settings), False
+
+def run(part: str, *arguments: str) -> int:
+    """The exit code of a part, run on the simulated CUDA; 1 also where torch warns of messages."""
+    command = [sys.executable, "-m", f"tests.cuda.simulated.{part}", *arguments]
+    variables, warned = os.environ | environment(**PARTS[part]), False
     with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stderr or ():
             sys.stderr.write(line)
@@ -28,7 +37,11 @@ if __name__ == "__main__":
     if not has_cuda_build():
         sys.exit(print("skipped: this Python has no torch that was built with CUDA; `make cuda` installs it"))
     build()
-    codes = [run("parity", *sys.argv[1:], computes=True, delay_us=200)]
-    if not sys.argv[1:]:
-        codes.append(run("memory", computes=False))
+    match sys.argv[1:]:
+        case []:
+            codes = [run("parity"), run("memory")]
+        case [part, *arguments] if part in PARTS:
+            codes = [run(part, *arguments)]
+        case arguments:
+            codes = [run("parity", *arguments)]
     sys.exit(max(codes))

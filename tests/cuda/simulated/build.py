@@ -62,10 +62,9 @@ def build() -> Path:
     return BUILT
 
 
-def environment(*, computes: bool, **settings: int) -> dict[str, str]:
-    """The environment of a process on what ``build`` has made; driver.cpp lists the ``settings``."""
-    values = {f"SIMULATED_CUDA_{name.upper()}": str(value) for name, value in settings.items()}
-    values["SIMULATED_CUDA_COMPUTES"] = str(int(computes))
+def environment(**settings: int) -> dict[str, str]:
+    """The environment of a process on what ``build`` has made; driver.cpp and nccl.cpp list the ``settings``."""
+    values = {f"SIMULATED_CUDA_{name.upper()}": str(int(value)) for name, value in settings.items()}
     values["LD_PRELOAD"] = str(BUILT / "libsimulated.so")
     values["LD_LIBRARY_PATH"] = str(BUILT)
     values["PYTHONPATH"] = os.pathsep.join(filter(None, [str(BUILT), os.environ.get("PYTHONPATH")]))

@@ -428,7 +428,6 @@ struct Kernels {
     library.impl("_scaled_dot_product_flash_attention", &flash_attention);
     library.impl("_scaled_dot_product_flash_attention_backward", &flash_attention_backward);
     c10::WarningUtils::set_warning_handler(before);
-    at::globalContext().setUserEnabledCuDNN(false);
   }
 };
 }  // namespace

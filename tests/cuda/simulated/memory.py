@@ -14,6 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["AUTO3D_TEST_DEVICE"] = "cuda"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # until a process has been forked from this one
 
+import click
 import torch
 import transformers
 from tabulate import tabulate
@@ -69,6 +70,7 @@ CELLS = (
     Cell(model="gpt2-wide", schedule="interleaved-1f1b"),
     Cell(model="gpt2-wide", schedule="gpipe"),
     Cell(model="gpt2-wide", replicas=(2, 1)),
+    Cell(model="vit-wide"),
     *KNOWN,
 )
 
@@ -130,13 +132,17 @@ def measure(world: World, cell: Cell) -> Found:
         leave()
 
 
-def main() -> None:
+@click.command()
+@click.argument("words", nargs=-1)
+def main(words: tuple[str, ...]) -> None:
+    """Measure the plans whose descriptions have all WORDS."""
+    cells = [cell for cell in CELLS if all(word in str(cell) for word in words)]
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     rows: list[tuple[str, str, str, str, str, str, str]] = []
     right = True
-    with ProcessPool(max(cell.ranks for cell in CELLS), begin=begin) as pool:
-        for cell in CELLS:
+    with ProcessPool(max(cell.ranks for cell in cells), begin=begin) as pool:
+        for cell in cells:
             try:
                 found = pool.run(cell.ranks, measure, cell)
             except AssertionError as error:
@@ -154,7 +160,7 @@ def main() -> None:
         f"{ALLOWED:.0%} allowed, and up to {max(KNOWN.values()):.0%} for the last {len(KNOWN)}, whose causes are known"
     )
     print(
-        f"{'right' if right else 'WRONG'}: peaks of {len(rows)} ranks of {len(CELLS)} plans; {allowed}; workspaces "
+        f"{'right' if right else 'WRONG'}: peaks of {len(rows)} ranks of {len(cells)} plans; {allowed}; workspaces "
         "must be those of the estimate"
     )
     sys.exit(not right)

@@ -2,7 +2,8 @@
 //
 // A communicator is a file of shared memory, in which each rank says what it has begun; its peers read the operands from
 // its memory (process_vm_readv(2)). As NCCL's kernels do, each keeps its queue busy until its peers have come. Ranks that
-// disagree about a call end the process, which names both. Each kernel begins SIMULATED_NCCL_DELAY_US (0) late.
+// disagree about a call end the process, which names both. Each kernel begins SIMULATED_NCCL_DELAY_US (0) late. With
+// SIMULATED_CUDA_ALONE (0) this rank has no peers: it receives zeros, and its other calls end at once and change nothing.
 #include "streams.h"
 
 #include <fcntl.h>
@@ -43,15 +44,18 @@ struct Shared {
 };
 }  // namespace
 
+static const bool ALONE = setting("SIMULATED_CUDA_ALONE", 0);
+static std::atomic<int> communicators{0};
+
 struct ncclComm {
   int ranks, rank, device;
   std::string name;
-  Shared* shared;
-  Call* calls;
-  Message* messages;
+  Shared* shared = nullptr;
+  Call* calls = nullptr;
+  Message* messages = nullptr;
   uint64_t number = 0, splits = 0;
-  std::vector<uint64_t> sent, received;
-  std::atomic<bool> aborted{false};
+  std::vector<uint64_t> sent = std::vector<uint64_t>(ranks), received = sent;
+  std::atomic<bool> alone{ALONE};  // it goes on without its peers: it has none, or it was aborted
 };
 
 namespace {
@@ -156,7 +160,7 @@ ncclResult_t collective(
   auto result = std::make_shared<std::vector<char>>();
   auto stage = std::make_shared<int>(0);
   return call(comm, stream, [=] {
-    if (comm->aborted) return true;
+    if (comm->alone) return true;
     Call& own = comm->calls[comm->rank];
     size_t size = count * width(type);
     if (*stage == 0) {
@@ -199,6 +203,9 @@ ncclResult_t collective(
 ncclResult_t join(ncclComm_t* made, int ranks, const std::string& name, int rank) {
   int device = device_in_use("ncclCommInitRank");
   if (device < 0) return ncclUnhandledCudaError;
+  ++communicators;
+  auto* comm = *made = new ncclComm{ranks, rank, device, name};
+  if (ALONE) return ncclSuccess;
   prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY);  // where the kernel lets parents only read a process
   size_t head = (sizeof(Shared) + ranks * sizeof(int) + 63) / 64 * 64;
   size_t size = head + ranks * sizeof(Call) + (size_t)ranks * ranks * sizeof(Message);
@@ -206,10 +213,9 @@ ncclResult_t join(ncclComm_t* made, int ranks, const std::string& name, int rank
   if (file < 0 || ftruncate(file, size)) return ncclSystemError;
   auto* shared = (Shared*)mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
-  auto* comm = new ncclComm{ranks, rank, device, name, shared, (Call*)((char*)shared + head), nullptr};
+  comm->shared = shared;
+  comm->calls = (Call*)((char*)shared + head);
   comm->messages = (Message*)(comm->calls + ranks);
-  comm->sent.resize(ranks);
-  comm->received.resize(ranks);
   shared->process[rank] = getpid();
   ++shared->joined;
   time_t end = time(nullptr) + setting("SIMULATED_CUDA_JOIN_S", 600);
@@ -219,12 +225,12 @@ ncclResult_t join(ncclComm_t* made, int ranks, const std::string& name, int rank
       return ncclSystemError;
     }
   if (rank == 0) shm_unlink(name.c_str());
-  *made = comm;
   return ncclSuccess;
 }
 }  // namespace
 
 extern "C" {
+int simulated_communicators() { return communicators; }
 ncclResult_t ncclGetVersion(int* version) { *version = NCCL_VERSION_CODE; return ncclSuccess; }
 const char* ncclGetErrorString(ncclResult_t code) { return code == ncclSuccess ? "no error" : "an error of the simulated NCCL"; }
 const char* ncclGetLastError(ncclComm_t) { return ""; }
@@ -264,7 +270,7 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* ma
   return join(made, ranks, parent->name + "-" + std::to_string(parent->splits) + "-" + std::to_string(color), rank);
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* code) { *code = ncclSuccess; return ncclSuccess; }
-ncclResult_t ncclCommAbort(ncclComm_t comm) { comm->aborted = true; return ncclSuccess; }
+ncclResult_t ncclCommAbort(ncclComm_t comm) { comm->alone = true; return ncclSuccess; }
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* ranks) { *ranks = comm->ranks; return ncclSuccess; }
 ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) { *device = comm->device; return ncclSuccess; }
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { *rank = comm->rank; return ncclSuccess; }
@@ -276,7 +282,7 @@ ncclResult_t ncclSend(const void* from, size_t count, ncclDataType_t type, int p
   Message& message = comm->messages[comm->rank * comm->ranks + peer];
   auto posted = std::make_shared<bool>(false);
   return call(comm, stream, [=, &message] {
-    if (comm->aborted) return true;
+    if (comm->alone) return true;
     if (!*posted) {
       if (message.done != number - 1) return false;
       message.address = (uint64_t)from;
@@ -291,7 +297,8 @@ ncclResult_t ncclRecv(void* to, size_t count, ncclDataType_t type, int peer, ncc
   uint64_t number = ++comm->received[peer];
   Message& message = comm->messages[peer * comm->ranks + comm->rank];
   return call(comm, stream, [=, &message] {
-    if (comm->aborted) return true;
+    if (ALONE) memset(to, 0, count * width(type));
+    if (comm->alone) return true;
     if (message.posted < number) return false;
     if (message.bytes != count * width(type)) {
       say("message %lu from rank %d to rank %d of communicator %s has %lu bytes, and its receiver expects %zu", number, peer, comm->rank,

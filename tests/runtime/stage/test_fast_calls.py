@@ -11,7 +11,7 @@ from auto3d.partition.segment import segments
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage.fast_calls import FUNCTIONS, METHODS, use_fast_calls
+from auto3d.runtime.stage.fast_calls import FUNCTIONS, METHODS, SIZES, use_fast_calls
 from auto3d.runtime.stage.program import segment_program
 from auto3d.runtime.weights.low_precision import with_copies
 from auto3d.runtime.weights.materialize import materialize
@@ -128,6 +128,13 @@ def test_a_fast_call_takes_all_that_its_operator_takes_by_position(target):
     by_position = [each for each in target._schema.arguments if not each.kwarg_only]
     args = (*args, *(each.default_value for each in by_position[len(args) :]))
     module, tensors = program_of(target, args, kwargs)
+    expected = run(module, tensors)
+    assert_same(run(use_fast_calls(module), tensors), expected)
+
+
+@pytest.mark.parametrize(("target", "shape"), [(SIZES[0], (1,)), (SIZES[1], (1, 1)), (SIZES[2], ())])
+def test_a_fast_call_makes_a_tensor_without_dimensions(target, shape):
+    module, tensors = program_of(target, (shape, []), {})
     expected = run(module, tensors)
     assert_same(run(use_fast_calls(module), tensors), expected)
 

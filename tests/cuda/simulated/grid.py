@@ -1,0 +1,76 @@
+"""The suite's samples of the grids on simulated GPUs: python -m tests.cuda.simulated grid
+
+In float32, losses, norms, gradients, parameters and buffers must equal those of the CPU runtime, which the suite
+compares with plain PyTorch; in bfloat16, those of plain PyTorch on a simulated GPU.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import click
+import torch
+import transformers
+
+from tests.cuda.simulated import parity  # first: it says for which device models are captured
+from tests.cuda.simulated.parity import ALLOWED, Case, against_cpu, against_plain, report, train
+from tests.distributed import grid, tensor_grid
+from tests.models import LOW_PRECISION
+from tests.pairwise import sample_of
+from tests.processes import ProcessPool
+
+# Its two uses of a layer have their gradients added in bfloat16 by autocast, in float32 by the runtime.
+NOT_IN_BFLOAT16 = "residual"
+
+
+def cases() -> Iterator[Case]:
+    """The cells that the suite runs, and in bfloat16 each value of their axes once."""
+    whole = [*grid.sample(), grid.UNEVEN]
+    for cell in [*whole, *in_bfloat16(whole)]:
+        degrees = (("dp", cell.dp), ("pp", cell.devices))
+        yield Case(str(cell), cell.model, degrees, partial(grid.plan_of, cell))
+    for split in tensor_grid.sample():
+        degrees = (("dp", split.dp), ("tp", split.tp), ("pp", split.pp))
+        yield Case(str(split), split.model, degrees, partial(tensor_grid.plan_of, split))
+
+
+def in_bfloat16(cells: list[grid.Cell]) -> list[grid.Cell]:
+    """Some of ``cells`` whose models train under autocast, without dropout if only that model does."""
+    low = []
+    for cell in cells:
+        for name in (f"{cell.model}@bfloat16", f"{cell.model.removesuffix('-dropout')}@bfloat16"):
+            if name in LOW_PRECISION and cell.model != NOT_IN_BFLOAT16:
+                low.append(replace(cell, model=name))
+                break
+    axes = [cell.axes for cell in low]
+    return sorted((low[position] for position in sample_of(axes, once=axes[0].keys())), key=lambda cell: cell.model)
+
+
+def run(of: Case, devices: ProcessPool, cpus: ProcessPool) -> tuple[bool, str]:
+    """Whether the numbers of ``of`` are right, and in which way."""
+    ours = devices.run(of.ranks, partial(train, on_device=True), of)
+    if of.low_precision:
+        wrong = against_plain(of, ours, devices, cpus)
+        return not wrong, wrong or "equals plain PyTorch"
+    found, text = against_cpu(of, ours, cpus)
+    return found < ALLOWED, text
+
+
+@click.command()
+@click.argument("words", nargs=-1)
+@click.option("--ranks", type=int, default=8, show_default=True, help="The largest number of ranks.")
+@click.option("--of", type=(int, int), default=(0, 1), metavar="K N", help="Every Nth cell, from number K on.")
+def main(words: tuple[str, ...], ranks: int, of: tuple[int, int]) -> None:
+    """Compare the cells whose names have all WORDS."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    chosen = [each for each in cases() if each.ranks <= ranks and all(word in each.name for word in words)]
+    devices = ProcessPool(ranks, begin=parity.begin_on_device)
+    with devices, ProcessPool(ranks, begin=parity.begin_on_cpu) as cpus:
+        right = [report(each, devices, cpus, run) for each in chosen[of[0] :: of[1]]]
+    print(f"{sum(right)} of {len(right)} cells are right")
+    raise SystemExit(not all(right))
+
+
+if __name__ == "__main__":
+    main()
