@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from auto3d.data.columns import checked
-from auto3d.data.interface import DataError, naming
+from auto3d.data.interface import DataError, note
 from auto3d.data.keys import DataKeys
 
 _TYPES = {"int64": "iu", "float32": "f", "bool": "b"}
@@ -67,8 +67,11 @@ class OwnDataset:
     def column(self, sample: int, name: str) -> np.ndarray:
         """The value of a column; raises DataError unless it has the shape and type of its input."""
         if self._last is None or self._last[0] != sample:
-            with naming(f"sample {sample} of {self._source}"):
+            try:
                 self._last, self._values = (sample, self._dataset[sample]), {}
+            except Exception as error:
+                note(error, f"sample {sample} of {self._source}")
+                raise
         if name not in self._values:
             self._values[name] = self._converted(self._last[1], sample, name)
         return self._values[name]
