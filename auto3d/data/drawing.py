@@ -5,6 +5,7 @@ import random
 from _random import Random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from numpy.random import mtrand
 from xxhash import xxh3_64_intdigest
 
 _SPARE: list[np.random.MT19937] = []  # bit generators that nobody draws from; numpy.random.seed can seed this type
-_PYTHONS = random._inst  # type: ignore[attr-defined]  # the generator whose methods are the functions of the module
+_PYTHONS: Any = random._inst  # the generator whose methods are the functions of the module
 _SIZE = Random.__basicsize__ - object.__basicsize__
 _MEMORY = (ctypes.c_char * _SIZE).from_address(id(_PYTHONS) + object.__basicsize__)
 """The state of Python's generator in CPython (RandomObject of Modules/_randommodule.c): the number of the next word,

@@ -423,9 +423,9 @@ def _backend(
 def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device, *, trains: bool = True) -> MicroBatchInputs:
     """The inputs from ``data`` of the rank's micro-batches. If it ``trains``, ranks measure what comparisons cost."""
     readers = Readers.of(layout, data)
-    slices, neighbour = layout.schedule.slices, None
-    if not layout.shard and any(stage == readers.neighbour_stage for stage, _ in layout.stages):
-        neighbour = Neighbour.of(layout, readers.neighbour_stage)
+    slices, neighbour, of_neighbour = layout.schedule.slices, None, readers.neighbour_stage
+    if of_neighbour is not None and not layout.shard and any(stage == of_neighbour for stage, _ in layout.stages):
+        neighbour = Neighbour.of(layout, of_neighbour)
     first = layout.first_micro_batch // slices
     part = BatchSlice(
         seed=layout.plan.seed,
