@@ -1,7 +1,7 @@
 """The inputs of a rank's micro-batches, made from the samples of a source."""
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from math import prod
 
@@ -21,7 +21,8 @@ class Batches:
     """Makes micro-batches. Sample ``i`` of the whole training follows from (seed, i) alone.
 
     For replica number ``replica`` of ``replicas`` of a stage, it makes only that replica's slice of each micro-batch.
-    Nothing is opened before an input is asked for, and no column that no input asked for needs.
+    Nothing is opened before an input is asked for, and no column that no input asked for needs. Fingerprints are made
+    where samples are to be compared.
     """
 
     def __init__(
@@ -33,13 +34,15 @@ class Batches:
         micro_batch_size: int,
         replica: int = 0,
         replicas: int = 1,
+        is_compared: bool = True,
     ) -> None:
         self._settings = settings
         self._seed = seed
         self._global_batch = global_batch
         self._micro_batch_size = micro_batch_size
-        self._samples = micro_batch_size // replicas
-        self._first = replica * self._samples  # first sample of the replica's slice of each micro-batch
+        self._samples = micro_batch_size // replicas  # those of a replica's slice of each micro-batch
+        self._replica = replica
+        self._is_compared = is_compared
 
     def micro_batch(self, iteration: int, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
         """The inputs called ``names`` of micro-batch ``index`` of the global batch, each [samples, *shape]."""
@@ -49,22 +52,45 @@ class Batches:
         """As ``micro_batch``, with the fingerprints of the samples."""
         if not names:
             return Reading()
-        first = iteration * self._global_batch + index * self._micro_batch_size + self._first
         reads = self._settings.reads(names)
         samples, compared = [], []
-        own = self._source if reads and isinstance(self._source, OwnDataset) else None
-        with own.reading() if own else nullcontext(lambda *_: None) as before:
-            for number in range(first, first + self._samples):
+        with self._reading(reads) as before:
+            for number in self._numbers(iteration, index, self._replica):
                 before(self._seed, number)
                 stored, counts = self._stored(number) if reads else (number, True)
                 inputs, tokens = self._sample(number, names, stored, counts)
                 samples.append(inputs)
-                if reads:
+                if reads and self._is_compared:
                     compared.append(fingerprint(self._compared(stored, tokens)))
         return Reading(
             inputs={name: torch.from_numpy(value) for name, value in _arrays(samples).items()},
-            fingerprints=np.array(compared, dtype=np.uint64) if reads else None,
+            fingerprints=np.array(compared, dtype=np.uint64) if compared else None,
         )
+
+    def fingerprints(self, iteration: int, index: int, replica: int | None = None) -> np.ndarray | None:
+        """Those of a ``read`` of micro-batch ``index`` by ``replica``; None: by this one."""
+        settings = self._settings
+        if not settings.reads(settings.inputs):
+            return None
+        found = []
+        with self._reading(True) as before:
+            for number in self._numbers(iteration, index, self._replica if replica is None else replica):
+                before(self._seed, number)
+                stored, _ = self._stored(number)
+                tokens = None if settings.columns else self._source.tokens(stored, self._seed)
+                found.append(fingerprint(self._compared(stored, tokens)))
+        return np.array(found, dtype=np.uint64)
+
+    def _numbers(self, iteration: int, index: int, replica: int) -> range:
+        """The numbers in the training of the samples of a replica's slice of a micro-batch."""
+        first = iteration * self._global_batch + index * self._micro_batch_size + replica * self._samples
+        return range(first, first + self._samples)
+
+    def _reading(self, reads: bool) -> AbstractContextManager[Callable[[int, int], None]]:
+        """Inside, samples are read if it ``reads``; what this gives is called before each."""
+        if reads and isinstance(self._source, OwnDataset):
+            return self._source.reading()
+        return nullcontext(_nothing)
 
     def _compared(self, stored: int, tokens: np.ndarray | None) -> dict[str, np.ndarray]:
         """What all ranks that read sample ``stored`` of the source know of it: its place there, and its content.
@@ -120,9 +146,12 @@ class Batches:
         return order_of(self._settings, self._source, seed=self._seed, global_batch=self._global_batch)
 
 
+def _nothing(seed: int, number: int) -> None: ...
+
+
 def _arrays(samples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """[samples, …] of each name."""
-    return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+    return {name: np.array([sample[name] for sample in samples]) for name in samples[0]}
 
 
 def order_of(settings: DataKeys, source: Source, *, seed: int, global_batch: int) -> Order | None:

@@ -48,7 +48,8 @@ def values_of(array: "pa.Array", field: InputField, *, column: str, first: int) 
 
 def checked(values: np.ndarray, field: InputField, column: str) -> np.ndarray:
     """``values``; raises DataError if they contain IGNORED and are not said to be targets."""
-    if field.dtype_name == "int64" and not field.targets and np.count_nonzero(values == IGNORED):
+    may_hold = field.dtype_name == "int64" and not field.targets and values.size and values.min() <= IGNORED
+    if may_hold and (values == IGNORED).any():
         problem = f"it contains {IGNORED}, which losses do not count"
         raise DataError(f"column {column}: {problem}; say targets: true of its input")
     return values

@@ -18,13 +18,18 @@ class DataError(InputError):
     """Data that is missing, damaged, too short, or does not fit the model."""
 
 
+def note(error: Exception, samples: str) -> None:
+    """Have an ``error`` of the user's code say which ``samples`` were read."""
+    error.add_note(f"reading {samples} failed")
+
+
 @contextmanager
 def naming(samples: str) -> Iterator[None]:
     """Have an error of the user's code inside say which ``samples`` were read."""
     try:
         yield
     except Exception as error:
-        error.add_note(f"reading {samples} failed")
+        note(error, samples)
         raise
 
 
@@ -38,6 +43,7 @@ class BatchSlice:
     replica: int = 0  # number of the rank among the replicas of its stages
     replicas: int = 1
     read_once: bool = False  # one rank reads for all stages
+    is_compared: bool = True  # other ranks read of it too; False: readings need no fingerprints
     micro_batches: range = range(0)  # the numbers of those that it runs of each global batch, if known
 
 
@@ -47,8 +53,9 @@ class Reading:
 
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # [samples, *shape] each
     fingerprints: np.ndarray | None = None
-    """A number of each sample, from all that a process can read of it; None if the inputs are not read but drawn. Where
-    one rank reads for all stages, it is of the sample before anything is drawn for the batch."""
+    """A number of each sample, from all that a process can read of it; None if the inputs are not read but drawn, or if
+    it takes another reading. Where one rank reads for all stages, it is of the sample before anything is drawn for the
+    batch."""
     items: int | None = None
     """Targets of the whole micro-batch, of all replicas, as the data counts them; None if it does not."""
 
@@ -62,6 +69,9 @@ class MicroBatches(Protocol):
 
     def read(self, iteration: int, index: int, names: Collection[str]) -> Reading:
         """The inputs called ``names`` of micro-batch ``index`` of the global batch."""
+
+    def fingerprints(self, iteration: int, index: int, replica: int | None = None) -> np.ndarray | None:
+        """Those of what a stage reads of micro-batch ``index``, on its ``replica``; None: this rank's."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,14 @@ class TrainingData(Protocol):
     def read_once(self) -> bool:
         """Whether another reading of a micro-batch may differ, so that one rank should read it for all stages. False:
         each stage reads its inputs."""
+
+    @property
+    def is_by_position(self) -> bool:
+        """Whether a sample is a place in a file, or drawn from its number, so that reading it costs next to nothing."""
+
+    @property
+    def is_read_anew(self) -> bool:
+        """Whether fingerprints take another reading, because what a rank trains was drawn."""
 
     @property
     def incomplete(self) -> Incomplete | None:

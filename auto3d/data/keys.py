@@ -75,6 +75,11 @@ class DataKeys:
     incomplete = None  # a last batch in part is left out or filled
     lengths = None  # samples are padded
     read_once = False  # each stage reads its inputs: a sample follows from its position
+    is_read_anew = False
+
+    @property
+    def is_by_position(self) -> bool:
+        return self.source in SOURCES
 
     @property
     def may_ignore_targets(self) -> bool:

@@ -19,4 +19,5 @@ class DataSettings(DataKeys):
             micro_batch_size=part.micro_batch_size,
             replica=part.replica,
             replicas=part.replicas,
+            is_compared=part.is_compared,
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -49,7 +49,7 @@ from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.samples.batch_targets import BatchTargets, check_loss, check_statistics, targets_vary
 from auto3d.runtime.samples.incomplete_batch import IncompleteBatches
 from auto3d.runtime.samples.inputs import MicroBatchInputs
-from auto3d.runtime.samples.loading import ComparedMicroBatch
+from auto3d.runtime.samples.neighbours import MOST_US, Neighbour, agrees, measured_us
 from auto3d.runtime.samples.same_samples import Readers, SameSamples
 from auto3d.runtime.samples.sizes import ShorterSamples, SizedStages, lay_out_sized
 from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
@@ -420,10 +420,12 @@ def _backend(
     )
 
 
-def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> MicroBatchInputs:
-    """The inputs from ``data`` of the rank's micro-batches."""
+def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device, *, trains: bool = True) -> MicroBatchInputs:
+    """The inputs from ``data`` of the rank's micro-batches. If it ``trains``, ranks measure what comparisons cost."""
     readers = Readers.of(layout, data)
-    slices = layout.schedule.slices
+    slices, neighbour, of_neighbour = layout.schedule.slices, None, readers.neighbour_stage
+    if of_neighbour is not None and not layout.shard and any(stage == of_neighbour for stage, _ in layout.stages):
+        neighbour = Neighbour.of(layout, of_neighbour)
     first = layout.first_micro_batch // slices
     part = BatchSlice(
         seed=layout.plan.seed,
@@ -433,9 +435,10 @@ def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> M
         replicas=layout.replicas,
         read_once=layout.read_once,
         micro_batches=range(first, first + layout.micro_batches // slices),
+        is_compared=readers.are_several or neighbour is not None,
     )
-    next_pipeline = (layout.pipeline + 1) % layout.plan.dp * layout.micro_batches // slices
-    compares = layout.plan.dp > 1 and readers.stages and not layout.shard
+    anew = 2 if layout.read_once and data.is_read_anew else 1
+    measured = partial(measured_us, times=anew) if trains and agrees(data, layout) else MOST_US
     return MicroBatchInputs(
         data.micro_batches(part),
         first_micro_batch=layout.first_micro_batch,
@@ -443,7 +446,8 @@ def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> M
         slices=slices,
         device=device,
         same=SameSamples(readers),
-        compared=ComparedMicroBatch(readers.stages[0], next_pipeline) if compares else None,
+        neighbour=neighbour,
+        cost_us=0 if data.is_by_position else measured,
         begins_epoch=data.begins_epoch,
         counting_stage=readers.stages[0] if readers.stages and not layout.replica else None,
         largest=None if data.lengths is None else {n: v.shape for n, v in layout.captured.graph.inputs.items()},

@@ -27,7 +27,6 @@ from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.samples.batch_targets import check_filled, check_statistics
 from auto3d.runtime.samples.incomplete_batch import why_not
-from auto3d.runtime.samples.loading import is_compared
 from auto3d.runtime.samples.sizes import why_not_sized
 from auto3d.runtime.settings import SUMMED_ITEMS, TrainingSettings
 from auto3d.trainer.ahead import Ahead
@@ -372,6 +371,11 @@ class CollatedData:
         return ""
 
     read_once = True  # a collator may draw from a generator of its own
+    is_by_position = False
+
+    @property
+    def is_read_anew(self) -> bool:
+        return self.draws is not None
 
     def begins_epoch(self, iteration: int) -> bool:
         return not isinstance(self.order, InOrder) and self.order.place(iteration)[1] == 0
@@ -464,38 +468,17 @@ class CollatedBatches:
 
     def __init__(self, data: CollatedData, part: BatchSlice) -> None:
         self._data, self._part = data, part
-        self._begin: int | None = None  # first iteration that is read
 
     def read(self, iteration: int, index: int, names: Collection[str]) -> Reading:
         """The inputs called ``names`` of micro-batch ``index`` of the global batch, each [samples, *shape]."""
         data, part = self._data, self._part
         if not (names or part.read_once):
             return Reading()
-        size = part.micro_batch_size
-        of_iteration = data.order.of(iteration)
-        samples = of_iteration[index * size : (index + 1) * size]
-        draw = samples or of_iteration[:1], [iteration, index]
-        length = data.length_at(iteration, index)
         if not names:
-            return Reading(fingerprints=self._compared(draw, len(samples), length))
-        is_own = index in part.micro_batches
-        if data.ahead is not None and samples and (is_own or data.draws is not None):
-            batch, of_items = data.ahead.read(data, part, iteration, index)
-        elif data.draws is None or not samples:
-            batch, of_items = data.read(*draw, fingerprints=part.read_once, length=length)
-        else:
-            number = data.order.number(iteration) + index * size if isinstance(data.order, InOrder) else 0
-            drawn = data.draws.read((iteration, index), range(number, number + len(samples)))
-            batch, of_items = data.padded(drawn, length), None
-        shapes = data.shapes if data.lengths is None or length is None else data.lengths.inputs[length]
-        check_shapes(batch, shapes, samples=len(samples) or 1)
-        whole = {name: self._filled(name, value, len(samples)) for name, value in batch.items()}
-        own = self._of_replica(whole)
-        if data.draws is not None and part.read_once:
-            self._begin = iteration if self._begin is None else self._begin
-            if is_compared(iteration, self._begin) or data.begins_epoch(iteration):
-                of_items = self._compared(draw, len(samples), length)
-        elif of_items is None:
+            return Reading(fingerprints=self.fingerprints(iteration, index))
+        whole, of_items = self._whole(iteration, index)
+        own = self._of_replica(whole, part.replica)
+        if of_items is None and part.is_compared and not (part.read_once and data.is_read_anew):
             of_items = fingerprints(bytes_of(own))
         return Reading(
             inputs={name: own[name] for name in names},
@@ -503,19 +486,50 @@ class CollatedBatches:
             items=None if data.first_item is None else int(items_of(whole, data.first_item)),
         )
 
-    def _compared(self, draw: tuple[Sequence[int], Sequence[int]], samples: int, length: int | None) -> np.ndarray:
-        """Fingerprints of what each rank can read by itself of ``draw``, the arguments of CollatedData.collated."""
-        if (of_items := self._data.fingerprints(*draw)) is not None:
-            return of_items
-        batch, _ = self._data.read(*draw, fingerprints=False, length=length)
-        whole = {name: self._filled(name, value, samples) for name, value in batch.items()}
-        return fingerprints(bytes_of(self._of_replica(whole)))
+    def fingerprints(self, iteration: int, index: int, replica: int | None = None) -> np.ndarray:
+        """Those of what ``replica``, None: this one, reads of micro-batch ``index``; if one rank reads for all stages,
+        of what each rank can read by itself."""
+        data, part = self._data, self._part
+        if not part.read_once:
+            whole, _ = self._whole(iteration, index)
+        else:
+            samples, draw = self._draw(iteration, index)
+            if (of_items := data.fingerprints(*draw)) is not None:
+                return of_items
+            batch, _ = data.read(*draw, fingerprints=False, length=data.length_at(iteration, index))
+            whole = {name: self._filled(name, value, len(samples)) for name, value in batch.items()}
+        return fingerprints(bytes_of(self._of_replica(whole, part.replica if replica is None else replica)))
 
-    def _of_replica(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The samples of this rank among the replicas of its stages."""
+    def _draw(self, iteration: int, index: int) -> tuple[Sequence[int], tuple[Sequence[int], Sequence[int]]]:
+        """The samples of a micro-batch, and the arguments of CollatedData.collated for it: where it has none, a sample
+        that does not count."""
+        of_iteration, size = self._data.order.of(iteration), self._part.micro_batch_size
+        samples = of_iteration[index * size : (index + 1) * size]
+        return samples, (samples or of_iteration[:1], [iteration, index])
+
+    def _whole(self, iteration: int, index: int) -> tuple[dict[str, torch.Tensor], np.ndarray | None]:
+        """A micro-batch of all replicas, and the fingerprints of its samples before they are collated, if it made
+        any."""
+        data, part = self._data, self._part
+        (samples, draw), length = self._draw(iteration, index), data.length_at(iteration, index)
+        is_own = index in part.micro_batches
+        if data.ahead is not None and samples and (is_own or data.draws is not None):
+            batch, of_items = data.ahead.read(data, part, iteration, index)
+        elif data.draws is None or not samples:
+            batch, of_items = data.read(*draw, fingerprints=part.read_once and part.is_compared, length=length)
+        else:
+            first = index * part.micro_batch_size
+            number = data.order.number(iteration) + first if isinstance(data.order, InOrder) else 0
+            drawn = data.draws.read((iteration, index), range(number, number + len(samples)))
+            batch, of_items = data.padded(drawn, length), None
+        shapes = data.shapes if data.lengths is None or length is None else data.lengths.inputs[length]
+        check_shapes(batch, shapes, samples=len(samples) or 1)
+        return {name: self._filled(name, value, len(samples)) for name, value in batch.items()}, of_items
+
+    def _of_replica(self, whole: Mapping[str, torch.Tensor], replica: int) -> dict[str, torch.Tensor]:
+        """The samples of a replica of a stage."""
         each = self._part.micro_batch_size // self._part.replicas  # an incomplete batch not filled has no replicas
-        first = self._part.replica * each
-        return {name: value[first : first + each] for name, value in whole.items()}
+        return {name: value[replica * each : (replica + 1) * each] for name, value in whole.items()}
 
     def _filled(self, name: str, value: torch.Tensor, samples: int) -> torch.Tensor:
         """``value`` of ``samples`` samples as a whole micro-batch: its last is repeated, but with ignored labels."""

@@ -194,6 +194,8 @@ class Labelled:
     incomplete: None = None
     lengths: None = None
     read_once: bool = False
+    is_by_position: bool = True
+    is_read_anew: bool = False
 
     def begins_epoch(self, iteration: int) -> bool:
         return False
@@ -223,6 +225,9 @@ class LabelledBatches:
                 if self._data.samples is not None and sample >= self._data.samples:
                     labels[:] = -100
         return reading
+
+    def fingerprints(self, iteration: int, index: int, replica: int | None = None) -> np.ndarray | None:
+        return self._text.fingerprints(iteration, index, replica)
 
 
 def evaluate_rank(world: World, case: Case, plan: Plan, samples: int) -> dict:

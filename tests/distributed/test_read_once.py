@@ -4,6 +4,7 @@ from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -27,6 +28,8 @@ class ReadOnce:
     may_read: bool
 
     read_once = True
+    is_by_position = True
+    is_read_anew = False
     incomplete = None
     lengths = None
 
@@ -56,6 +59,10 @@ class ReadOnceBatches:
         with nullcontext() if names else _disable_current_modes():
             found = self.batches.read(iteration, index, self.inputs)
         return replace(found, inputs={name: found.inputs[name] for name in names})
+
+    def fingerprints(self, iteration: int, index: int, replica: int | None = None) -> np.ndarray | None:
+        assert self.may_read or replica is None, "the first stage reads what its neighbour reads"
+        return self.batches.fingerprints(iteration, index, replica)
 
 
 def run(world: World, model: str, plan: Plan) -> dict:

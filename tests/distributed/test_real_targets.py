@@ -42,6 +42,8 @@ class UnevenLabels:
     incomplete: None = None
     lengths: None = None
     read_once: bool = False
+    is_by_position: bool = True
+    is_read_anew: bool = False
 
     def begins_epoch(self, iteration: int) -> bool:
         return False
@@ -68,6 +70,9 @@ class UnevenBatches:
             for row, label in enumerate(labels):
                 label[real_targets(first + row) if self._labels.has_targets else 0 :] = IGNORED
         return reading
+
+    def fingerprints(self, iteration: int, index: int, replica: int | None = None) -> np.ndarray | None:
+        return self._batches.fingerprints(iteration, index, replica)
 
 
 def real_targets(sample: int) -> int:

@@ -270,15 +270,21 @@ def test_what_rannc_finds_is_a_plan_that_trains(processes, model, memory):
 # Split data loading
 
 
-def run_and_record(world, plan: Plan, corpus: str) -> tuple[list[int], set[str], int]:
-    """Train; returns the numbers of the samples that this rank made, their inputs, and how often it opened its file."""
+def run_and_record(world, plan: Plan, corpus: str) -> tuple[list[int], set[str], int, list[tuple]]:
+    """Train; returns the numbers of the samples that this rank made, their inputs, how often it opened its file, and
+    the (iteration, micro-batch, replica) that it read to compare them."""
     made: list[tuple[int, tuple[str, ...]]] = []
+    compared: list[tuple] = []
     opened: list[str] = []
-    sample, open_bytes = Batches._sample, Path.read_bytes
+    sample, open_bytes, fingerprints = Batches._sample, Path.read_bytes, Batches.fingerprints
 
     def record_sample(self: Batches, number: int, names: Collection[str], stored: int, counts: bool) -> tuple:
         made.append((number, tuple(names)))
         return sample(self, number, names, stored, counts)
+
+    def record_fingerprints(self: Batches, *read: int) -> np.ndarray | None:
+        compared.append(read)
+        return fingerprints(self, *read)
 
     def record_file(self: Path) -> bytes:
         opened.append(str(self))
@@ -286,15 +292,16 @@ def run_and_record(world, plan: Plan, corpus: str) -> tuple[list[int], set[str],
 
     settings = TrainingSettings(iterations=2, optimizer=SGD, device="cpu", threads_per_rank=1, timeout_s=60)
     join(world, device=torch.device("cpu"), timeout_s=60)
-    Batches._sample, Path.read_bytes = record_sample, record_file
+    Batches._sample, Path.read_bytes, Batches.fingerprints = record_sample, record_file, record_fingerprints
     try:
         data = replace(TEXT, files=(corpus,))
         rank = build_rank(captured("gpt2", samples_at_once(plan)), plan, settings, data, world)
         for iteration in range(2):
             list(rank.executor.run(rank.programs[iteration], iteration))
-        return [number for number, _ in made], {name for _, names in made for name in names}, opened.count(corpus)
+        inputs = {name for _, names in made for name in names}
+        return [number for number, _ in made], inputs, opened.count(corpus), compared
     finally:
-        Batches._sample, Path.read_bytes = sample, open_bytes
+        Batches._sample, Path.read_bytes, Batches.fingerprints = sample, open_bytes, fingerprints
         leave()
 
 
@@ -313,17 +320,20 @@ def test_a_rank_loads_its_own_samples_of_its_own_inputs(processes, tmp_path, dp,
     corpus.write_bytes(bytes(range(256)) * 4)
     plan = make_plan("gpt2", replicas, dp=dp)
     found = processes.run(plan.ranks, run_and_record, plan, str(corpus))
-    for rank, ((samples, names, openings), load) in enumerate(zip(found, loads, strict=True)):
+    for rank, ((samples, names, openings, compared), load) in enumerate(zip(found, loads, strict=True)):
         if load is None:
-            assert (samples, names, openings) == ([], set(), 0), "it reads nothing and never opens the corpus"
+            assert (samples, names, openings, compared) == ([], set(), 0, []), "it never opens the corpus"
             continue
         name, replica, replicas_here = load
         assert openings == 1
         assert names == ({"input_ids", "labels"} if name == "both" else {name})
         pipeline = plan.position(rank)[1]["pipeline"]
         micro_batches = [2 * pipeline, 2 * pipeline + 1]
-        if dp > 1:
-            micro_batches.insert(1, 2 * ((pipeline + 1) % dp))  # the next pipeline's first, which this rank compares
+        of_neighbour = []
+        if (readers := dp * replicas_here) > 1:
+            other, next_pipeline = divmod((replica * dp + pipeline + 1) % readers, dp)
+            of_neighbour = [(each, 2 * next_pipeline + place, other) for each in range(2) for place in range(2)]
+        assert compared == of_neighbour
         numbers = [6 * m + i for m in micro_batches for i in range(6) if i * replicas_here // 6 == replica]
         assert samples == [iteration * plan.global_batch + number for iteration in range(2) for number in numbers]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from auto3d.data.columns import checked
-from auto3d.data.interface import DataError, naming
+from auto3d.data.interface import DataError, note
 from auto3d.data.keys import DataKeys
 
 _TYPES = {"int64": "iu", "float32": "f", "bool": "b"}
@@ -67,27 +67,36 @@ class OwnDataset:
     def column(self, sample: int, name: str) -> np.ndarray:
         """The value of a column; raises DataError unless it has the shape and type of its input."""
         if self._last is None or self._last[0] != sample:
-            with naming(f"sample {sample} of {self._source}"):
+            try:
                 self._last, self._values = (sample, self._dataset[sample]), {}
+            except Exception as error:
+                note(error, f"sample {sample} of {self._source}")
+                raise
         if name not in self._values:
             self._values[name] = self._converted(self._last[1], sample, name)
         return self._values[name]
 
     def _converted(self, content: Any, sample: int, name: str) -> np.ndarray:
-        field, where = self._fields[name], f"column {name}: sample {sample} of {self._source}"
+        field = self._fields[name]
         try:
             value = np.asarray(content[name])
         except KeyError:
-            raise DataError(f"{where} lacks it; it has {', '.join(map(str, content))}") from None
+            lacks = f"lacks it; it has {', '.join(map(str, content))}"
+            raise DataError(f"{self._where(name, sample)} {lacks}") from None
         except (TypeError, IndexError):
             problem = f"is a {type(content).__name__}; it takes a mapping from names to values"
             raise DataError(f"sample {sample} of {self._source} {problem}, as for column {name}") from None
         except ValueError:
-            raise DataError(f"{where} has rows of different lengths; it takes {list(field.shape)}") from None
+            problem = f"has rows of different lengths; it takes {list(field.shape)}"
+            raise DataError(f"{self._where(name, sample)} {problem}") from None
         if value.shape != field.shape or value.dtype.kind not in _TYPES[field.dtype_name]:
             found = f"shape {list(value.shape)} of {value.dtype}"
-            raise DataError(f"{where} has {found}; it takes {list(field.shape)} of {field.dtype_name}")
+            takes = f"{list(field.shape)} of {field.dtype_name}"
+            raise DataError(f"{self._where(name, sample)} has {found}; it takes {takes}")
         return checked(value.astype(field.dtype_name, copy=False), field, name)
+
+    def _where(self, column: str, sample: int) -> str:
+        return f"column {column}: sample {sample} of {self._source}"
 
     def whole(self, sample: int) -> dict[str, np.ndarray]:
         return {name: self.column(sample, name) for name in self._fields}

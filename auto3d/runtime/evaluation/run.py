@@ -205,7 +205,7 @@ class _Evaluation:
         global_batch = self._layout.plan.global_batch
         if self._loss is not None:
             self._loss.check_samples(samples)
-        inputs = inputs_of(self._layout, data, self._rank.device)
+        inputs = inputs_of(self._layout, data, self._rank.device, trains=False)
         state = self._state()
         memory = {output.name: output.memory(self._layout.micro_batches, self._rank.device) for output in self._outputs}
         read = _ReadInputs(returned)

@@ -7,7 +7,8 @@ import torch
 
 from auto3d.data import MicroBatches
 from auto3d.partition.stage import Stage
-from auto3d.runtime.samples.loading import ComparedMicroBatch, Loader, is_compared, needs_of, pinned_memory_of
+from auto3d.runtime.samples.loading import Loader, Need, is_compared, needs_of, pinned_memory_of
+from auto3d.runtime.samples.neighbours import Neighbour, compared
 from auto3d.runtime.samples.same_samples import SameSamples
 from auto3d.schedule.program import PipeStage, Program
 
@@ -18,10 +19,11 @@ class MicroBatchInputs:
     In each iteration a rank runs ``micro_batches`` micro-batches of the global batch, from number
     ``first_micro_batch`` on. A program counts its micro-batches on through its iterations. If it runs each in
     ``slices`` of its sequence, it counts these, and so do both numbers; every slice takes the inputs of all. ``same``
-    compares what it reads with what other ranks read; None: nobody does. For that it also reads ``compared``, where
-    ``is_compared`` or an iteration ``begins_epoch``. What
-    ``counting_stage`` reads says how many targets a micro-batch has: only one rank of a tensor-parallel group or of
-    replicas counts them. ``largest`` is as in a Loader.
+    compares what it reads with what other ranks read; None: nobody does. For that it also reads of what ``neighbour``
+    reads, as ``neighbours.compared`` says; a ``cost_us`` that is a function is called at the start, to measure it.
+    Comparisons are due where ``is_compared`` says so, and where an iteration ``begins_epoch``. What ``counting_stage``
+    reads says how many targets a micro-batch has: only one rank of a tensor-parallel group or of replicas counts them.
+    ``largest`` is as in a Loader.
     """
 
     def __init__(
@@ -33,7 +35,8 @@ class MicroBatchInputs:
         slices: int = 1,
         device: torch.device,
         same: SameSamples | None = None,
-        compared: ComparedMicroBatch | None = None,
+        neighbour: Neighbour | None = None,
+        cost_us: Callable[[Callable[[int], object] | None], int] | int = 0,
         begins_epoch: Callable[[int], bool] = lambda _: False,
         counting_stage: int | None = None,
         largest: Mapping[str, tuple[int, ...]] | None = None,
@@ -42,11 +45,12 @@ class MicroBatchInputs:
         self._slices = slices
         memory = pinned_memory_of(device)
         self._prefetches = memory is not None
-        self._loader = Loader(batches, memory, largest)
+        self._batches, self._loader = batches, Loader(batches, memory, largest)
         self._first_micro_batch = first_micro_batch
         self._first_iteration = 0
         self._begin: int | None = None  # first iteration of the first program
-        self._same, self._compared, self._compares = same, compared, True
+        self._same, self._neighbour, self._is_complete = same, neighbour, True
+        self._cost_us = cost_us
         self._begins_epoch = begins_epoch
         self._counting_stage = counting_stage
         self._items: defaultdict[int, dict[int, int]] = defaultdict(dict)  # iteration -> micro-batch -> its targets
@@ -63,9 +67,11 @@ class MicroBatchInputs:
 
         Pipelines compare nothing where a global batch is not ``is_complete``: the other may have no micro-batch.
         """
-        self._first_iteration, self._compares = first_iteration, is_complete
+        self._first_iteration, self._is_complete = first_iteration, is_complete
         if self._begin is None:
             self._begin = first_iteration
+        if not isinstance(self._cost_us, int):
+            self._cost_us = self._cost_us(None if self._neighbour is None else self._read_of_neighbour)
         if not self._prefetches:
             return
         needs = needs_of(
@@ -75,9 +81,9 @@ class MicroBatchInputs:
             first_micro_batch=self._first_micro_batch,
             micro_batches=self.micro_batches,
             slices=self._slices,
-            compared=self._compared if is_complete else None,
+            neighbour=self._neighbour if is_complete else None,
         )
-        self._loader.start(needs, program.iterations, self._is_due)
+        self._loader.start(needs, program.iterations, self._compares)
 
     def end(self) -> None:
         """End the loading, and forget what it has read ahead; another program begins it again."""
@@ -88,14 +94,17 @@ class MicroBatchInputs:
         later, index = divmod(micro_batch, self.micro_batches)
         number = (self._first_micro_batch + index) // self._slices
         iteration = self._first_iteration + later
-        compares = self._same is not None and self._same.compares(stage.index, self._is_due(iteration))
+        same = self._same if self._same is not None and self._same.reads(stage.index) else None
+        compares = same is not None and same.compares(self._is_due(iteration))
+        other = self._other(iteration, index, stage.index) if same is not None else None
         if not (stage.inputs or compares):
             return {}
-        reading = self._loader.read(iteration, number, stage.inputs)
-        if compares and self._same is not None:
-            self._same.note(iteration, number, stage.index, reading.fingerprints)
-            if index == 0 and self._compared is not None and stage.index == self._compared.stage:
-                self._read_other(self._compared.index, iteration, number, stage)
+        reading = self._loader.read(iteration, number, stage.inputs, compared=compares or other is not None)
+        if same is not None and compares:
+            same.note(iteration, number, stage.index, reading.fingerprints)
+        if same is not None and other is not None:
+            found = self._loader.fingerprints(iteration, *other)
+            same.note_other(iteration, number, reading.fingerprints, other, found)
         if reading.items is not None and stage.index == self._counting_stage:
             self._items[iteration][number] = reading.items
         return reading.inputs
@@ -103,11 +112,30 @@ class MicroBatchInputs:
     def _is_due(self, iteration: int) -> bool:
         return is_compared(iteration, self._begin or 0) or self._begins_epoch(iteration)
 
-    def _read_other(self, other: int, iteration: int, own: int, stage: Stage) -> None:
-        """Where it is due, read micro-batch ``other`` of another pipeline too, which reads this one's ``own``."""
-        if self._compares and self._is_due(iteration) and self._same is not None:
-            reading = self._loader.read(iteration, other, stage.inputs, compared=True)
-            self._same.note_other(iteration, (stage.index, own), other, reading.fingerprints)
+    def _other(self, iteration: int, index: int, stage: int) -> tuple[int, int] | None:
+        """(micro-batch, replica) of the neighbour that this rank reads after ``index`` of its own; None: nothing."""
+        neighbour, (place, later_slice) = self._neighbour, divmod(index, self._slices)
+        if neighbour is None or stage != neighbour.stage or later_slice or not self._is_complete:
+            return None
+        is_read = place in self._of_neighbour(iteration)
+        return (neighbour.first + place, neighbour.replica) if is_read else None
+
+    def _of_neighbour(self, iteration: int) -> Collection[int]:
+        assert isinstance(self._cost_us, int), "start() measures it"
+        due, each = self._is_due(iteration), self.micro_batches // self._slices
+        return compared(iteration, micro_batches=each, cost_us=self._cost_us, is_due=due)
+
+    def _compares(self, need: Need) -> bool:
+        if self._neighbour is not None:
+            place = need.index % (self.micro_batches // self._slices)
+            if place in self._of_neighbour(need.iteration):
+                return True
+        return bool(need.names) and self._same is not None and self._same.compares(self._is_due(need.iteration))
+
+    def _read_of_neighbour(self, number: int) -> None:
+        assert self._neighbour is not None
+        index = self._neighbour.first + number % (self.micro_batches // self._slices)
+        self._batches.fingerprints(self._first_iteration, index, self._neighbour.replica)
 
     def take_items(self, iteration: int) -> int:
         """The number of targets that the data says of the micro-batches of ``iteration`` that this rank counts."""

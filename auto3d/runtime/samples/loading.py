@@ -14,10 +14,12 @@ from queue import SimpleQueue
 from threading import Event
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from auto3d.data import MicroBatches, Reading
 from auto3d.runtime.process.background import start_thread
+from auto3d.runtime.samples.neighbours import Neighbour
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import PipeStage, Program
 
@@ -27,27 +29,22 @@ _COMPARED_FIRST, _COMPARED_EVERY = 4, 16  # iterations; see ``is_compared``
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Inputs of one micro-batch, those called ``names``, that a forward needs, or that are only ``compared``."""
+    """The inputs of a micro-batch called ``names`` that a forward needs; without names, fingerprints to compare."""
 
     iteration: int
     index: int  # index of the micro-batch in the global batch
     names: tuple[str, ...]
-    compared: bool = False  # another pipeline runs it; this rank reads it where ``is_compared`` says so
+    replica: int | None = None  # the replica of a stage that reads it; None: this rank's
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedMicroBatch:
-    """A micro-batch of another pipeline, which a rank reads after the first that its ``stage`` reads of a batch."""
-
-    stage: int
-    index: int  # index in the global batch
+Compares = Callable[[Need], bool]  # whether fingerprints of it are compared
 
 
 def is_compared(iteration: int, begin: int) -> bool:
-    """Whether pipelines compare what they read in ``iteration`` of a run that began with iteration ``begin``.
+    """Whether ranks compare what one of them reads for others in ``iteration`` of a run that began with ``begin``.
 
-    They do in the first few, where data that differ do so from the start, and then now and then: it is one more
-    micro-batch to read. They also do where ``TrainingData.begins_epoch``.
+    They do in the first few, where data that differ do so from the start, and then now and then. They also do where
+    ``TrainingData.begins_epoch``. Other pipelines are compared more often: see ``neighbours``.
     """
     return iteration - begin < _COMPARED_FIRST or iteration % _COMPARED_EVERY == 0
 
@@ -114,10 +111,10 @@ class Loader:
         self._prefetcher: _Prefetcher | None = None
         self._expected: list[Need] = []  # inputs to prefetch after the present program
 
-    def start(self, needs: Sequence[Need], iterations: int, compares: Callable[[int], bool] = lambda _: True) -> None:
+    def start(self, needs: Sequence[Need], iterations: int, compares: Compares = lambda _: False) -> None:
         """Begin a program of ``iterations`` iterations, whose forwards need ``needs``, in this order.
 
-        ``compares`` says of an iteration whether what is only compared is needed in it.
+        Without names, a Need is one only where it ``compares``.
 
         The loader expects the same program again afterwards and prefetches for it, so that the first inputs of an
         iteration are ready when it begins. A call allocates pinned memory, which may synchronise the device: no message
@@ -127,18 +124,23 @@ class Loader:
             return
         if needs != self._expected:
             self.end()
-            self._prefetcher = _Prefetcher(needs, iterations, compares, self._batches.read, self._memory, self._largest)
+            self._prefetcher = _Prefetcher(needs, iterations, compares, self._batches, self._memory, self._largest)
         self._expected = _later(needs, iterations)
 
     def read(self, iteration: int, index: int, names: Collection[str], *, compared: bool = False) -> Reading:
-        """The inputs called ``names`` of micro-batch ``index`` of ``iteration``, on the device.
-
-        ``compared`` is as in the Need. An error of the thread that made them is raised here.
-        """
+        """The inputs called ``names`` of micro-batch ``index`` of ``iteration``, on the device; if ``compared``, it has
+        fingerprints. An error of the thread that made them is raised here."""
+        need = Need(iteration, index, tuple(names))
         if self._memory is None or not names:
-            return self._batches.read(iteration, index, names)
+            return _made(self._batches, need, compared=compared)
         assert self._prefetcher is not None, "start() comes before read()"
-        return self._prefetcher.take(Need(iteration, index, tuple(names), compared))
+        return self._prefetcher.take(need)
+
+    def fingerprints(self, iteration: int, index: int, replica: int) -> np.ndarray | None:
+        """Those of what ``replica`` of a stage reads of micro-batch ``index``."""
+        if self._prefetcher is None:
+            return self._batches.fingerprints(iteration, index, replica)
+        return self._prefetcher.take(Need(iteration, index, (), replica)).fingerprints
 
     def end(self) -> None:
         """End the thread without waiting for it. It also ends with this object and with the process."""
@@ -155,12 +157,12 @@ def needs_of(
     first_micro_batch: int,
     micro_batches: int,
     slices: int = 1,
-    compared: ComparedMicroBatch | None = None,
+    neighbour: Neighbour | None = None,
 ) -> list[Need]:
     """What the forwards of ``program`` need, in order; ``inputs_of`` maps a stage to the model's inputs that it uses.
 
     This pipeline runs ``micro_batches`` micro-batches of each global batch, beginning with ``first_micro_batch``. With
-    ``slices`` of the sequence, these numbers count slices. ``compared`` is read too.
+    ``slices`` of the sequence, these numbers count slices. What ``neighbour`` reads is read too.
     """
     needs = []
     for step in program.steps:
@@ -170,8 +172,9 @@ def needs_of(
             for micro_batch in operation.micro_batches:
                 later, index = divmod(micro_batch, micro_batches)
                 needs.append(Need(first_iteration + later, (first_micro_batch + index) // slices, names))
-                if compared is not None and (operation.stage, index) == (compared.stage, 0):
-                    needs.append(Need(first_iteration + later, compared.index, names, compared=True))
+                if neighbour is not None and operation.stage == neighbour.stage and index % slices == 0:
+                    other = neighbour.first + index // slices
+                    needs.append(Need(first_iteration + later, other, (), neighbour.replica))
     return needs
 
 
@@ -183,8 +186,17 @@ class _Buffers:
     copy: PendingCopy | None = None
 
 
-Make = Callable[[int, int, Collection[str]], Reading]
-Made = tuple[Need, _Buffers, Reading] | Exception  # the inputs of the reading are in the buffers
+Made = tuple[Need, _Buffers | None, Reading] | Exception  # the inputs of the reading are in the buffers
+
+
+def _made(batches: MicroBatches, need: Need, *, compared: bool) -> Reading:
+    """What ``need`` says; if it is ``compared``, with fingerprints."""
+    if not need.names and need.replica is not None:
+        return Reading(fingerprints=batches.fingerprints(need.iteration, need.index, need.replica))
+    reading = batches.read(need.iteration, need.index, need.names)
+    if not compared or reading.fingerprints is not None:
+        return reading
+    return replace(reading, fingerprints=batches.fingerprints(need.iteration, need.index))
 
 
 class _Prefetcher:
@@ -194,8 +206,8 @@ class _Prefetcher:
         self,
         needs: Sequence[Need],
         iterations: int,
-        compares: Callable[[int], bool],
-        make: Make,
+        compares: Compares,
+        batches: MicroBatches,
         memory: PinnedMemory,
         largest: Mapping[str, tuple[int, ...]],
     ) -> None:
@@ -203,7 +215,7 @@ class _Prefetcher:
         self._made: SimpleQueue[Made] = SimpleQueue()
         self._free: SimpleQueue[_Buffers | None] = SimpleQueue()
         names = dict.fromkeys(name for need in needs for name in need.names)
-        example = make(needs[0].iteration, needs[0].index, tuple(names))
+        example = batches.read(needs[0].iteration, needs[0].index, tuple(names))
         for _ in range(PREFETCHED):
             pinned = {
                 name: memory.empty_pinned(largest.get(name, tensor.shape), tensor.dtype)
@@ -214,7 +226,7 @@ class _Prefetcher:
         self.end = weakref.finalize(self, _end, ended, self._free)
         # The thread must not refer to this object, because it ends when this object is collected.
         needed = _endless(needs, iterations, compares)
-        work = partial(_prefetch, memory, needed, make, self._free, self._made, ended)
+        work = partial(_prefetch, memory, needed, compares, batches, self._free, self._made, ended)
         start_thread("inputs", work, end=partial(_end, ended, self._free))
 
     def take(self, need: Need) -> Reading:
@@ -224,6 +236,8 @@ class _Prefetcher:
             raise made
         found, buffers, reading = made
         assert found == need, f"{found} comes next, not {need}"
+        if buffers is None:
+            return reading
         copies, buffers.copy = self._memory.queue_copy({name: reading.inputs[name] for name in need.names})
         self._free.put(buffers)
         return replace(reading, inputs=copies)
@@ -232,7 +246,8 @@ class _Prefetcher:
 def _prefetch(
     memory: PinnedMemory,
     needs: Iterable[Need],
-    make: Make,
+    compares: Compares,
+    batches: MicroBatches,
     free: SimpleQueue[_Buffers | None],
     made: SimpleQueue[Made],
     ended: Event,
@@ -240,13 +255,16 @@ def _prefetch(
     try:
         memory.begin_thread()
         for need in needs:
+            if not need.names:
+                made.put((need, None, _made(batches, need, compared=True)))
+                continue
             buffers = free.get()
             if ended.is_set():
                 return
             assert buffers is not None, "None is only sent to end the thread"
             if buffers.copy is not None:
                 buffers.copy.synchronize()  # the device reads the buffers until then
-            reading = make(need.iteration, need.index, need.names)
+            reading = _made(batches, need, compared=compares(need))
             ready = {}
             for name, tensor in reading.inputs.items():
                 # A micro-batch may have fewer samples, or shorter ones.
@@ -262,10 +280,10 @@ def _end(ended: Event, free: SimpleQueue[_Buffers | None]) -> None:
     free.put(None)  # wakes the thread if it waits for a free buffer
 
 
-def _endless(needs: Sequence[Need], iterations: int, compares: Callable[[int], bool]) -> Iterator[Need]:
+def _endless(needs: Sequence[Need], iterations: int, compares: Compares) -> Iterator[Need]:
     for offset in count(0, iterations):
         for need in _later(needs, offset):
-            if not need.compared or compares(need.iteration):
+            if need.names or compares(need):
                 yield need
 
 

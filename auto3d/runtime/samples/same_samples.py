@@ -1,8 +1,8 @@
 """Compares what ranks have read: of a sample, all of them must have read the same.
 
 Where two stages of a pipeline did not, one would get a sample and the other the label of a different one. Pipelines
-read different samples, so one also reads a micro-batch of the next: where that differs, they would number labels
-otherwise, or take samples in another order, and train some twice. Training would go on without an error.
+read different samples, so one also reads what the next does: where that differs, they would number labels otherwise,
+take samples in another order, and train some twice, or train a changed file. Training would go on without an error.
 """
 
 from collections import defaultdict
@@ -25,6 +25,11 @@ CAUSE = (
 )
 
 
+_OF_NEIGHBOURS = 0x9E3779B1
+"""Factor of what neighbours compare. It is larger than any ``Readers.factor``, so that of the factors of all who read a
+sample, no part sums up to 0: some of them that read the same wrong sample are found. It is odd, to lose no bit."""
+
+
 class SamplesDifferError(InputError):
     """Ranks have read different data for the same sample."""
 
@@ -35,6 +40,7 @@ class Readers:
 
     If samples are ``read_once``, stage 0 does, and now and then (``is_compared``) one stage of each other device, which
     has received the inputs, reads them too, only to compare: a script must not train each rank on a part of its own.
+    A ``Neighbour`` reads them as well, what its ``neighbour_stage`` reads: a stage on most replicas.
     """
 
     stages: tuple[int, ...]  # stages that read something with fingerprints
@@ -43,6 +49,8 @@ class Readers:
     shards: int
     first_sample: int  # first sample of this rank's slice of each micro-batch
     samples: int  # samples of a micro-batch
+    replicas: int  # those of the stages of this rank
+    neighbour_stage: int | None  # None: nothing is read
 
     @classmethod
     def of(cls, layout: RankLayout, data: TrainingData) -> "Readers":
@@ -52,6 +60,7 @@ class Readers:
             for stage, _ in sorted(layout.schedule.device_of):
                 of_devices.setdefault(layout.schedule.device_of[stage, 0], stage)
             stages = tuple(sorted(of_devices.values()))
+        of_most = max(stages, key=lambda stage: layout.plan.stages[stage].replicas, default=None)
         return cls(
             stages=stages,
             read_once=layout.read_once,
@@ -59,11 +68,20 @@ class Readers:
             shards=layout.plan.tp,
             first_sample=layout.replica * (layout.samples // layout.replicas),
             samples=layout.samples,
+            replicas=layout.replicas,
+            neighbour_stage=of_most,
         )
 
-    def first(self, micro_batch: int) -> int:
-        """The number in the global batch of the first sample that this rank reads of ``micro_batch``."""
-        return micro_batch * self.samples + self.first_sample
+    @property
+    def are_several(self) -> bool:
+        """Whether a sample that a pipeline trains is read by several readers of it."""
+        return len(self.stages) * self.shards > 1
+
+    def first(self, micro_batch: int, replica: int | None = None) -> int:
+        """The number in the global batch of the first sample that a ``replica``, None: this rank, reads of
+        ``micro_batch``."""
+        of_replica = self.first_sample if replica is None else replica * (self.samples // self.replicas)
+        return micro_batch * self.samples + of_replica
 
     def factor(self, stage: int) -> int:
         """Factor of what ``stage`` reads on this rank; the factors of all readers of a micro-batch sum up to 0."""
@@ -75,40 +93,53 @@ class SameSamples:
     """The fingerprints of what this rank has read, until the fingerprints of an iteration are known to agree.
 
     Each rank adds a number to a sum over all ranks that goes anyway: the fingerprints that it has read, each with a
-    weight of its place and times ``Readers.factor``, modulo MODULUS. The sum is 0 modulo MODULUS if all readers agree
-    about each sample; if they do not, it is with a probability of 1 / MODULUS.
+    weight of its place and times ``Readers.factor``, modulo MODULUS; neighbours add what they compare, and subtract it.
+    The sum is 0 modulo MODULUS if all readers agree about each sample; if they do not, it is with a probability of
+    about 1 / MODULUS.
     """
 
     def __init__(self, readers: Readers) -> None:
         self._readers = readers
         self._read: defaultdict[int, dict[tuple[int, int], np.ndarray]] = defaultdict(dict)
-        self._others: dict[int, tuple[tuple[int, int], int, np.ndarray]] = {}
+        self._neighbours: defaultdict[int, list[tuple[int, np.ndarray, int]]] = defaultdict(list)
+        """Of each iteration: first sample, fingerprints, and 1 of its own, −1 of its neighbour's."""
 
-    def compares(self, stage: int, is_due: bool) -> bool:
-        """Whether ``stage`` notes what it reads of a micro-batch of an iteration in which comparisons may be due."""
-        return stage in self._readers.stages and (is_due or not self._readers.read_once)
+    def reads(self, stage: int) -> bool:
+        """Whether what ``stage`` reads may be compared."""
+        return stage in self._readers.stages
+
+    def compares(self, is_due: bool) -> bool:
+        """Whether the readers of a pipeline compare an iteration in which comparisons may be due."""
+        return self._readers.are_several and (is_due or not self._readers.read_once)
 
     def note(self, iteration: int, micro_batch: int, stage: int, fingerprints: np.ndarray | None) -> None:
         """Note what ``stage`` has read of ``micro_batch`` of the global batch."""
         if fingerprints is not None:
             self._read[iteration][stage, micro_batch] = fingerprints
 
-    def note_other(self, iteration: int, own: tuple[int, int], other: int, fingerprints: np.ndarray | None) -> None:
-        """Note what this rank has read of micro-batch ``other`` of another pipeline.
+    def note_other(
+        self,
+        iteration: int,
+        micro_batch: int,
+        mine: np.ndarray | None,
+        other: tuple[int, int],
+        fingerprints: np.ndarray | None,
+    ) -> None:
+        """Note what this rank has read of ``micro_batch``, and of ``other``, a (micro-batch, replica) of its neighbour.
 
-        Another pipeline reads ``own``, a (stage, micro-batch) that was noted here. Each pipeline must do so in the same
-        iterations, so that the two sides of each comparison cancel.
+        It is the neighbour of a rank that does so too: each in the same iterations and at the same places, so that the
+        two sides of each comparison cancel.
         """
-        if fingerprints is not None:
-            self._others[iteration] = own, other, fingerprints
+        if mine is not None and fingerprints is not None:
+            first = self._readers.first
+            self._neighbours[iteration] += [(first(micro_batch), mine, 1), (first(*other), fingerprints, -1)]
 
     def share(self, iteration: int) -> int:
         """What this rank adds to the sum of ``iteration``."""
         readers, read = self._readers, self._read.get(iteration, {})
         found = sum(readers.factor(stage) * self._total(number, each) for (stage, number), each in read.items())
-        if iteration in self._others:
-            own, other, fingerprints = self._others[iteration]
-            found += self._total(own[1], read[own]) - self._total(other, fingerprints)
+        neighbours = sum(sign * total(each, first) for first, each, sign in self._neighbours.get(iteration, ()))
+        found += _OF_NEIGHBOURS * neighbours
         return found % MODULUS
 
     def _total(self, micro_batch: int, fingerprints: np.ndarray) -> int:
@@ -120,21 +151,16 @@ class SameSamples:
         The error says ``where``. With ``together``, for which all ranks must be at the end of the same iteration, it
         names the sample.
         """
-        read = [(number, each) for (_, number), each in self._read.pop(iteration, {}).items()]
-        if iteration in self._others:
-            _, other, fingerprints = self._others.pop(iteration)
-            read.append((other, fingerprints))
+        first = self._readers.first
+        read = [(first(number), each) for (_, number), each in self._read.pop(iteration, {}).items()]
+        read += [(first_sample, each) for first_sample, each, _ in self._neighbours.pop(iteration, ())]
         if sum_of_shares % MODULUS == 0:
             return
         what = self._difference(read) if together else "ranks have read different data"
         raise SamplesDifferError(f"{where}: {what}; {CAUSE}")
 
     def _difference(self, read: Sequence[tuple[int, np.ndarray]]) -> str:
-        mine = [
-            (sample, int(number))
-            for micro_batch, each in read
-            for sample, number in enumerate(each, start=self._readers.first(micro_batch))
-        ]
+        mine = [(sample, int(number)) for first, each in read for sample, number in enumerate(each, start=first)]
         found: list[Sequence[tuple[int, int]]] = [()] * dist.get_world_size()
         with waiting_for("what all ranks have read"):
             dist.all_gather_object(found, mine)

@@ -6,13 +6,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 
 import pytest
 import torch
 
 from auto3d.data import Batches, DataError, DataSettings, InputField, Reading
-from auto3d.runtime.samples.loading import PREFETCHED, ComparedMicroBatch, Loader, Need, is_compared, needs_of
+from auto3d.runtime.samples.loading import PREFETCHED, Loader, Need, is_compared, needs_of
+from auto3d.runtime.samples.neighbours import Neighbour
 from auto3d.schedule import build_schedule
 from auto3d.schedule.lowering import lower
 
@@ -161,29 +162,56 @@ def test_what_was_read_ahead_is_forgotten_where_the_data_change():
     assert {int(tensor) for inputs in found for tensor in inputs.values()} == {1}
 
 
-def test_what_is_compared_is_read_in_the_first_iterations_and_now_and_then():
+def test_what_a_neighbour_reads_is_read_where_it_is_compared():
+    """It is read after this rank's micro-batch at the same place, and takes none of the memory that is pinned."""
     memory = LateMemory()
     loader, wanted, found, read = Loader(batches(), memory), [], [], []
-    other = ComparedMicroBatch(stage=0, index=3)
     program = lower(build_schedule("1f1b", devices=1, micro_batches=2), ())[0]
-    for iteration in range(5, 36):
+
+    def compares(need: Need) -> bool:
+        return not need.names and need.index % 2 == need.iteration % 3
+
+    for iteration in range(5, 20):
         program_needs = needs_of(
             program,
             {(0, 0): ("ids",)},
             first_iteration=iteration,
             first_micro_batch=0,
             micro_batches=2,
-            compared=other,
+            neighbour=Neighbour(stage=0, first=2, replica=0),
         )
-        loader.start(program_needs, 1, partial(is_compared, begin=5))
+        assert [(need.index, need.names) for need in program_needs] == [(0, ("ids",)), (2, ()), (1, ("ids",)), (3, ())]
+        loader.start(program_needs, 1, compares)
         for need in program_needs:
-            if not need.compared or is_compared(iteration, 5):
-                found.append(loader.read(need.iteration, need.index, need.names, compared=need.compared).inputs)
+            if need.names:
+                found.append(loader.read(need.iteration, need.index, need.names).inputs)
                 wanted.append(need)
-            if need.compared and is_compared(iteration, 5):
-                read.append(iteration)
-    assert read == [5, 6, 7, 8, 16, 32]
+            elif compares(need):
+                numbers = loader.fingerprints(need.iteration, need.index, 0)
+                assert numbers is not None
+                assert (numbers == batches().read(need.iteration, need.index, ("ids",)).fingerprints).all()
+                read.append((need.iteration, need.index))
+    assert read == [(each, 2 + each % 3) for each in range(5, 20) if each % 3 < 2]
     assert_inputs(wanted, found, memory)
+    assert len(memory.pinned) == PREFETCHED
+
+
+def test_fingerprints_that_take_another_reading_are_made_where_they_are_compared():
+    class Anew(Batches):
+        def read(self, iteration, index, names):
+            return replace(super().read(iteration, index, names), fingerprints=None)
+
+    for memory in (None, LateMemory()):
+        loader = Loader(Anew(TOKENS, seed=3, global_batch=16, micro_batch_size=4), memory)
+        program = [Need(0, index, ("ids",)) for index in range(4)]
+        loader.start(program, 1, lambda need: need.index == 2)
+        made = [loader.read(0, need.index, need.names, compared=need.index == 2).fingerprints for need in program]
+        assert [each is not None for each in made] == [False, False, True, False]
+        assert (made[2] == batches().read(0, 2, ("ids",)).fingerprints).all()
+
+
+def test_ranks_compare_what_one_reads_for_others_in_the_first_iterations_and_now_and_then():
+    assert [each for each in range(5, 36) if is_compared(each, 5)] == [5, 6, 7, 8, 16, 32]
 
 
 def test_an_error_is_raised_unchanged_when_its_micro_batch_is_needed():

@@ -1,0 +1,80 @@
+"""Which micro-batches of another pipeline a rank reads too, so that it can compare them.
+
+Pipelines, and replicas of a stage, read different samples. So a sample that differs between their machines would be
+compared with nobody, if one did not read what its neighbour reads. It reads all of it where samples are places in
+files, and else as much as takes BUDGET_US in an iteration, by what all ranks have measured at the start.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from math import ceil
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from auto3d.data import TrainingData
+from auto3d.runtime.layout import RankLayout
+from auto3d.runtime.messages.gathered import of_all_ranks
+
+BUDGET_US = 1000  # µs of an iteration
+LEAST_EVERY = 16  # iterations, in which a micro-batch is compared whatever it costs
+MOST_US = LEAST_EVERY * BUDGET_US
+_MEASURED = 3  # micro-batches
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """Whose micro-batches a rank compares: it reads each after its own that has the same place in its pipeline.
+
+    Each reader has one neighbour, and is the neighbour of one. It runs in another pipeline if there are several.
+    """
+
+    stage: int  # this stage of this rank's pipeline reads
+    first: int  # the neighbour's first micro-batch in the global batch
+    replica: int  # its number among the replicas of the stage
+
+    @classmethod
+    def of(cls, layout: RankLayout, stage: int) -> "Neighbour | None":
+        """That of this rank, which runs a replica of ``stage``; None if all read the same."""
+        slots = layout.plan.dp * layout.replicas
+        if slots == 1:
+            return None
+        replica, pipeline = divmod((layout.replica * layout.plan.dp + layout.pipeline + 1) % slots, layout.plan.dp)
+        return cls(stage, pipeline * layout.micro_batches // layout.schedule.slices, replica)
+
+
+def compared(iteration: int, *, micro_batches: int, cost_us: int, is_due: bool) -> Collection[int]:
+    """The micro-batches, by their places in each pipeline, that neighbours compare in ``iteration``: all in turn.
+
+    One of them costs ``cost_us``; 0: nothing that counts. Where comparisons are due, there is at least one.
+    """
+    if not cost_us:
+        return range(micro_batches)
+    before, after = (each * BUDGET_US // cost_us for each in (iteration, iteration + 1))
+    count = min(micro_batches, max(after - before, int(is_due)))
+    return {each % micro_batches for each in range(before, before + count)}
+
+
+def measured_us(read: Callable[[int], object] | None, *, times: int) -> int:
+    """What it costs to compare a micro-batch, on which all ranks agree: µs, from 1 to MOST_US.
+
+    ``read`` reads one of the neighbour's micro-batches, by a number from 0 on; None: this rank compares nothing. An
+    iteration reads ``times`` as much.
+    """
+    found: list[float] = []
+    for number in range(1 + _MEASURED if read is not None else 0):
+        begun = perf_counter()
+        read(number)  # type: ignore[misc]
+        found.append(perf_counter() - begun)
+        if number and 1e6 * found[-1] > MOST_US:
+            break
+    mine = median(found[1:]) if found else 0.0  # the first reading may open files
+    of_ranks = of_all_ranks([mine], torch.float64, what="what all ranks need to read a micro-batch that is compared")
+    all_found = [each for each in of_ranks[:, 0].tolist() if each]
+    return max(1, min(MOST_US, ceil(1e6 * times * median(all_found)))) if all_found else MOST_US
+
+
+def agrees(data: TrainingData, layout: RankLayout) -> bool:
+    """Whether ranks must measure what comparisons cost: all say the same."""
+    return not data.is_by_position and layout.plan.dp * max(stage.replicas for stage in layout.plan.stages) > 1
