@@ -25,9 +25,9 @@ _MEASURED = 3  # micro-batches
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """Whose micro-batches a rank compares: it reads each after its own that has the same place in its pipeline.
+    """Whose micro-batches a rank compares: it reads each of them after its own micro-batch of the same place.
 
-    Each reader has one neighbour, and is the neighbour of one. It runs in another pipeline if there are several.
+    Each reader has one neighbour, and is the neighbour of one reader, in another pipeline if there are several.
     """
 
     stage: int  # this stage of this rank's pipeline reads
@@ -36,7 +36,7 @@ class Neighbour:
 
     @classmethod
     def of(cls, layout: RankLayout, stage: int) -> "Neighbour | None":
-        """That of this rank, which runs a replica of ``stage``; None if all read the same."""
+        """The neighbour of this rank, which runs a replica of ``stage``; None if all read the same."""
         slots = layout.plan.dp * layout.replicas
         if slots == 1:
             return None
@@ -51,28 +51,28 @@ def compared(iteration: int, *, micro_batches: int, cost_us: int, is_due: bool) 
     """
     if not cost_us:
         return range(micro_batches)
-    before, after = (each * BUDGET_US // cost_us for each in (iteration, iteration + 1))
+    before, after = (BUDGET_US * iterations // cost_us for iterations in (iteration, iteration + 1))
     count = min(micro_batches, max(after - before, int(is_due)))
-    return {each % micro_batches for each in range(before, before + count)}
+    return {turn % micro_batches for turn in range(before, before + count)}
 
 
 def measured_us(read: Callable[[int], object] | None, *, times: int) -> int:
     """What it costs to compare a micro-batch, on which all ranks agree: µs, from 1 to MOST_US.
 
     ``read`` reads one of the neighbour's micro-batches, by a number from 0 on; None: this rank compares nothing. An
-    iteration reads ``times`` as much.
+    iteration reads ``times`` as much. A rank takes its least time, since others may compute on its core meanwhile.
     """
-    found: list[float] = []
+    seconds: list[float] = []
     for number in range(1 + _MEASURED if read is not None else 0):
         begun = perf_counter()
         read(number)  # type: ignore[misc]
-        found.append(perf_counter() - begun)
-        if number and 1e6 * found[-1] > MOST_US:
+        seconds.append(perf_counter() - begun)
+        if number and 1e6 * seconds[-1] > MOST_US:
             break
-    mine = median(found[1:]) if found else 0.0  # the first reading may open files
-    of_ranks = of_all_ranks([mine], torch.float64, what="what all ranks need to read a micro-batch that is compared")
-    all_found = [each for each in of_ranks[:, 0].tolist() if each]
-    return max(1, min(MOST_US, ceil(1e6 * times * median(all_found)))) if all_found else MOST_US
+    least = min(seconds[1:], default=0.0)  # the first reading may open files
+    of_ranks = of_all_ranks([least], torch.float64, what="what all ranks need to read a micro-batch that is compared")
+    readers = [rank_s for rank_s in of_ranks[:, 0].tolist() if rank_s]
+    return max(1, min(MOST_US, ceil(1e6 * times * median(readers)))) if readers else MOST_US
 
 
 def agrees(data: TrainingData, layout: RankLayout) -> bool:
