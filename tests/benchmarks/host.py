@@ -56,6 +56,7 @@ PARTS = {  # thing -> parts of the names of the files whose functions do it
     "inputs": (
         "runtime/samples/inputs.py",
         "runtime/samples/loading.py",
+        "runtime/samples/neighbours.py",
         "runtime/samples/same_samples.py",
         "auto3d/data/",
         "numpy/",
