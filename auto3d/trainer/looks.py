@@ -11,9 +11,14 @@ from typing import Any
 from torch import nn
 
 from auto3d.capture.python_state import is_empty
+from auto3d.errors import InputError
 
 OF_MODEL = frozenset({"model", "trainer"})  # names by which a script has the model
 _LIBRARIES = {*sys.stdlib_module_names, "accelerate", "auto3d", "datasets", "numpy", "torch", "transformers"}
+_BEFORE_STEPS = (
+    *("__init__", "compute_loss", "get_decay_parameter_names", "_get_train_sampler", "get_train_dataloader"),
+)
+"""Methods of a Trainer's subclass that do not run between steps, or not with the weights of then."""
 
 
 def may_look(value: Any, words: Iterable[str] = OF_MODEL) -> bool:
@@ -49,6 +54,27 @@ def reached(value: Any) -> set[nn.Module]:
 def is_of_user(value: Any) -> bool:
     """Whether a class, a function or a Python module is a script's, or of a library that may know its model."""
     return package_of(value) not in _LIBRARIES
+
+
+def own_methods(kind: type) -> list[Any]:
+    """What classes of the script add to ``kind``, a Trainer, and what runs between steps."""
+    return [
+        value
+        for base in kind.__mro__
+        for name, value in vars(base).items()
+        if is_of_user(base) and name not in _BEFORE_STEPS
+    ]
+
+
+def check_names_none(kept: set[str], readers: Iterable[Any]) -> None:
+    """Raise InputError if code of ``readers`` names one of ``kept``, the attributes that a model's forward sets."""
+    for reader in readers if kept else ():
+        for name in sorted(kept & words_of(reader)):
+            who = getattr(reader, "__name__", type(reader).__name__)
+            raise InputError(
+                f"Trainer: {who} names {name}, an attribute that the model's forward sets: that runs in the stages "
+                "of the pipeline, and a script does not see it; return it from the forward, as an output"
+            )
 
 
 def package_of(value: Any) -> str:

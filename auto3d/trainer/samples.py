@@ -67,7 +67,7 @@ class TrainOrder:
 
     def __init__(self, loader: Any, *, global_batch: int, iterations_per_epoch: int, state: torch.Tensor) -> None:
         self._loader, self._state = loader, state
-        self._global_batch, self._iterations_per_epoch = global_batch, iterations_per_epoch
+        self._global_batch, self.iterations_per_epoch = global_batch, iterations_per_epoch
         self._epochs: dict[int, list[int]] = {}  # the last two that were drawn
         self._drawn = 0  # epochs that were drawn
         self._after: dict[int, States] = {}  # epoch -> states after its order was drawn
@@ -81,7 +81,7 @@ class TrainOrder:
     def place(self, iteration: int) -> tuple[int, int]:
         """(epoch, number in it) of ``iteration``."""
         first, epoch = next(begun for begun in reversed(self._begun) if begun[0] <= iteration)
-        later, place = divmod(iteration - first, self._iterations_per_epoch)
+        later, place = divmod(iteration - first, self.iterations_per_epoch)
         return epoch + later, place
 
     def of(self, iteration: int) -> Sequence[int]:
