@@ -67,14 +67,14 @@ class PlacedAhead:
 
         def tasks(number: int) -> Iterator[Task]:
             later, skipped = divmod(number, len(own))
-            for each in count(first + later):
-                samples = data.order.of(each) if data.order.place(each)[0] == epoch else ()
+            for following in count(first + later):
+                samples = data.order.of(following) if data.order.place(following)[0] == epoch else ()
                 if not samples:
                     return
                 for micro_batch in own[skipped:]:
                     if taken := samples[micro_batch * size : (micro_batch + 1) * size]:
-                        options = {"fingerprints": part.read_once, "length": data.length_at(each, micro_batch)}
-                        yield taken, {"seed": [each, micro_batch], **options}
+                        options = {"fingerprints": part.read_once, "length": data.length_at(following, micro_batch)}
+                        yield taken, {"seed": [following, micro_batch], **options}
                 skipped = 0
 
         def start(number: int) -> ReadAhead:
@@ -103,7 +103,7 @@ class TrainingAhead:
 
     def read(self, data: AheadData, part: BatchSlice, iteration: int, index: int) -> Read:
         size, (epoch, place) = part.micro_batch_size, data.order.place(iteration)
-        first, each = iteration - place, part.global_batch // part.micro_batch_size
+        first, per_iteration = iteration - place, part.global_batch // part.micro_batch_size
 
         def tasks() -> Iterator[Task]:
             for later in count(first):
@@ -118,7 +118,7 @@ class TrainingAhead:
                 self._begun = first, states
             return _started(data, self._begun[1], tasks(), self._workers)
 
-        batch = self._passes.get(first, place * each + index, start, keep=each, from_begin=True)
+        batch = self._passes.get(first, place * per_iteration + index, start, keep=per_iteration, from_begin=True)
         return data.padded(batch, data.length_at(iteration, index)), None
 
     def read_anew(self, iteration: int) -> None:

@@ -115,8 +115,8 @@ class PipelineCallbacks(CallbackHandler):
         if self.ranks_agree:
             return
         numbers, place = (
-            xxh3_64_intdigest(repr(each).encode()) >> 2
-            for each in (numbers_of(optimizer), self._pipeline.value_changed)
+            xxh3_64_intdigest(repr(watched).encode()) >> 2
+            for watched in (numbers_of(optimizer), self._pipeline.value_changed)
         )
         alike = [numbers, -numbers, place, -place]  # the largest of each pair differ only by their signs
         flags = torch.tensor([*(int(getattr(control, name)) for name in _FLAGS), *alike])
@@ -162,12 +162,12 @@ class PipelineCallbacks(CallbackHandler):
 
     def _users_of(self, event: str) -> str:
         """The names of the user's callbacks that have ``event``."""
-        users = [one for one in self.callbacks if is_users(one) and event in own_events(type(one))]
-        return " or ".join(dict.fromkeys(type(one).__name__ for one in users))
+        users = [callback for callback in self.callbacks if is_users(callback) and event in own_events(type(callback))]
+        return " or ".join(dict.fromkeys(type(user).__name__ for user in users))
 
     def _follow(self, changed: Mapping[str, Sequence[str]], event: str) -> None:
         """Let the pipeline have what was ``changed``; ranks agree first, since each may have changed something else."""
-        of_ranks = of_all_ranks([len(each) for each in changed.values()], torch.int64)
+        of_ranks = of_all_ranks([len(names) for names in changed.values()], torch.int64)
         on_any = dict(zip(changed, of_ranks.sum(dim=0).tolist(), strict=True))
         on_all = (of_ranks == of_ranks[0]).all()
         what = next(chain.from_iterable(changed.values()), "something on another rank")

@@ -64,7 +64,7 @@ def _why_not(loader: Any, size: int, argument: str) -> str:
 
 
 def positions_of(sampler: Any) -> Sequence[int] | None:
-    """The order in which an evaluation takes samples by ``sampler``; None: that of the dataset.
+    """The order in which an evaluation takes samples by ``sampler``; None: in the dataset's order.
 
     Raises InputError for a sampler of the script's that draws an order, which would be another one in each evaluation.
     """
@@ -167,7 +167,7 @@ class LoadedSamples:
         )
 
     def _generators_of(self, loader: Any, use: str) -> Generators:
-        """Those from which the loader's dataset and its collator may draw."""
+        """The generators from which the loader's dataset and its collator may draw."""
         collator = getattr(loader.collate_fn, "data_collator", loader.collate_fn)  # transformers may have wrapped it
         if is_stream(loader.dataset):  # it is read under a lock of its own
             return Generators(nullcontext(), data_collator=collator)
@@ -198,16 +198,16 @@ class LoadedSamples:
         padding = padding_of(0, self._trainer.model, self._tokenizer)
         of_stream: list[np.ndarray | None] = []
         if is_stream(loaders[0].dataset):
-            found = length_of_stream(self._collated(loaders[0], order), padding)
-            of_stream, loaders = [None if found is None else np.array([found])], loaders[1:]
+            length = length_of_stream(self._collated(loaders[0], order), padding)
+            of_stream, loaders = [None if length is None else np.array([length])], loaders[1:]
 
         def lengths() -> tuple[int | None, np.ndarray | None]:
-            plain = (replace(self._collated(each, InOrder(0, 1)), padding=None) for each in loaders)
+            plain = (replace(self._collated(loader, InOrder(0, 1)), padding=None) for loader in loaders)
             of_all = [*of_stream, *(lengths_of(data, padding) for data in plain)]
-            known = [each for each in of_all if each is not None]
-            if len(known) < len(of_all) or len({int(end) for each in known for end in (each.min(), each.max())}) == 1:
+            known = [part for part in of_all if part is not None]
+            if len(known) < len(of_all) or len({int(end) for part in known for end in (part.min(), part.max())}) == 1:
                 return None, None
-            return max(int(each.max()) for each in known), None if of_stream else known[0]
+            return max(int(part.max()) for part in known), None if of_stream else known[0]
 
         longest, first = of_rank_0(lengths, "to find how long samples are")
         if longest is not None and longest > (self._length or 0):
@@ -227,8 +227,8 @@ class LoadedSamples:
             if step < looked_at:
                 longest += [lengths[samples[first : first + size]].max() for first in range(0, len(samples), size)]
         mine = digest.intdigest() >> 2 if longest else 0
-        found = of_all_ranks([mine], torch.int64)
-        return np.array(longest) if mine and bool((found == mine).all()) else None
+        digests = of_all_ranks([mine], torch.int64)
+        return np.array(longest) if mine and bool((digests == mine).all()) else None
 
     @property
     def main_input(self) -> str:

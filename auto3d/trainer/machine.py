@@ -27,7 +27,7 @@ def machine(world: World, device: torch.device) -> Cluster:
     """The cluster of all ranks: every device as fast as the slowest. All ranks must call it.
 
     All ranks time a matrix product and a copy at the same moment, as in training, and ranks 0 and 1 time messages. If
-    these two are on different nodes, the time is that of the link between nodes; else that link has the defaults of a
+    these two are on different nodes, they time the link between nodes; else that link has the defaults of a
     Node. It is a rough description: ``auto3d calibrate`` measures one that predicts within a few percent.
     """
     ranks = ProfiledRanks(world, device)

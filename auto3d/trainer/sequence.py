@@ -79,10 +79,10 @@ class InSequence:
         self._draws.follow(data if workers is None else None, _of_rank_0(data.generators.states))
         data = replace(data, draws=self._draws)
         if folder is not None:
-            found = of_rank_0(lambda: read_draws(folder), "to read where generators were")
-            if found is None:
+            point = of_rank_0(lambda: read_draws(folder), "to read where generators were")
+            if point is None:
                 tell(f"{folder} does not say where generators were: what the data draw begins anew, from the seed")
-            self._draws.go_on(step, found)
+            self._draws.go_on(step, point)
         return data
 
     def note(self, data: CollatedData, size: int) -> None:
@@ -171,10 +171,10 @@ class InSequence:
 
     def go_on_from(self, states: Callable[[], States]) -> None:
         """Let the generators of all ranks be in the ``states`` of rank 0, which has read the data."""
-        found = _of_rank_0(states)
+        reached = _of_rank_0(states)
         with LOCK:
             for generators in self._generators.values():
-                generators.set(found)
+                generators.set(reached)
 
     def end(self) -> None:
         """End the workers of the training."""
@@ -190,5 +190,5 @@ def _of_rank_0(states: Callable[[], States]) -> States:
     return States.from_json(of_rank_0(text, "to say where generators are"))
 
 
-def _any_rank(found: bool) -> bool:
-    return bool(of_all_ranks([int(found)], torch.int64).any())
+def _any_rank(value: bool) -> bool:
+    return bool(of_all_ranks([int(value)], torch.int64).any())

@@ -147,7 +147,7 @@ class Trainer(transformers.Trainer):
             raise InputError("Trainer.train: there is no train_dataset; give Trainer(train_dataset=)")
         if hasattr(data, "__len__") and not len(data):
             raise InputError("train_dataset: it has no samples; look at what selects or filters them")
-        if not any(each.requires_grad for each in self.model.parameters()):
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise InputError(
                 "Trainer.train: no parameter of the model requires a gradient, so there is nothing to train; set "
                 "requires_grad of those to train"
@@ -238,7 +238,7 @@ class Trainer(transformers.Trainer):
         return {**named, "cpu": True}  # only its data loader is used, for the order of the samples
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """That of one process with the same global batch, by which samples may be grouped."""
+        """The sampler of one process with the same global batch, by which samples may be grouped."""
         args, self.args = self.args, copy.copy(self.args)
         self.args.per_device_train_batch_size = self._pipeline.batch.micro_batch_size
         self.args.gradient_accumulation_steps = self._micro_batches
@@ -251,7 +251,7 @@ class Trainer(transformers.Trainer):
         return self._pipeline.batch.global_batch
 
     def set_initial_training_values(self, args: transformers.TrainingArguments, dataloader: Any) -> tuple:
-        """Those of one process that accumulates as many micro-batches as all pipelines run."""
+        """The values of one process that accumulates as many micro-batches as all pipelines run."""
         if self._makes_loader:
             size = self._pipeline.batch.micro_batch_size
             check_loader(dataloader, "get_train_dataloader", size, "TrainingArguments.per_device_train_batch_size")
@@ -336,7 +336,7 @@ class Trainer(transformers.Trainer):
         makes_own = type(self).create_optimizer is not transformers.Trainer.create_optimizer
         if before_it is None and not makes_own and not self.optimizer_cls_and_kwargs:  # it follows from the arguments
             self._made_of = self.optimizer, {name: getattr(self.args, name) for name in KEPT}
-            self._frozen = [each for each in self.model.parameters() if not each.requires_grad]
+            self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
         made, arguments = self._made_of
         for name, before in arguments.items() if made is self.optimizer else ():
             if (value := getattr(self.args, name)) != before:
@@ -660,10 +660,10 @@ class Trainer(transformers.Trainer):
             return {}
         names = self.eval_dataset.keys() if isinstance(self.eval_dataset, dict) else [""]
         with PROCESS.at(PROCESS.states()):  # a script's own method may draw a subset
-            found = {name: self.get_eval_dataloader(name or None) for name in names}
-        for loader in found.values():
+            loaders = {name: self.get_eval_dataloader(name or None) for name in names}
+        for loader in loaders.values():
             self._check_loader_of_evaluation(loader, "get_eval_dataloader")
-        return found
+        return loaders
 
     def _check_loader_of_evaluation(self, loader: Any, method: str) -> None:
         """Raise InputError if ``method`` is the script's, and returned what a pipeline cannot read."""
