@@ -87,10 +87,8 @@ class PipelineCallbacks(CallbackHandler):
         self.any_looks = False  # whether a method of the script may look at the model, on any rank
 
     def compare(self, methods: Iterable[Any], *, schedules: bool) -> None:
-        """Find out whether all ranks have the same callbacks, none of the user's, which decide alike on all ranks, and
-        before which events any rank's callbacks need the weights.
-
-        ``methods`` are the script's own, such as log(). Ranks that have no schedule of transformers' may differ.
+        """Find out whether all ranks have the same callbacks, none of the user's, which decide alike on all ranks if
+        transformers ``schedules``; before which events they need the weights, and whether the script's ``methods`` do.
         """
         mine = (
             list(map(name_of, self.callbacks)),
