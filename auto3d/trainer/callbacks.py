@@ -9,12 +9,15 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, UnsupportedFakeTensorException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from transformers.trainer_callback import CallbackHandler
+from xxhash import xxh3_64_intdigest
 
 from auto3d.errors import InputError
 from auto3d.runtime.messages.gathered import of_all_ranks
+from auto3d.runtime.waiting import waiting_for
 from auto3d.trainer.gather import hash_of
 from auto3d.trainer.instance import traits_of
 from auto3d.trainer.looks import OF_MODEL, may_look
@@ -24,6 +27,7 @@ from auto3d.trainer.supported import own_events
 
 _OURS = ("transformers.", "auto3d.")
 _WITHOUT_VALUES = (GuardOnDataDependentSymNode, DataDependentOutputException, UnsupportedFakeTensorException)
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _AFTER = ("on_train_end",)  # nothing is trained any more
 FIXED, TRAITS, VALUES, RATES = "fixed", "traits", "values", "rates"  # kinds of what a callback may change
 _OF_ALL = {*OF_MODEL, "optimizer", "lr_scheduler", "args"}  # words of a callback that may change something
@@ -79,6 +83,56 @@ class PipelineCallbacks(CallbackHandler):
         self._pipeline, self._start_again = pipeline, start_again
         self.with_weights: set[str] = set()  # the same on every rank
         self.followed: set[str] = set()  # likewise
+        self.ranks_agree = False  # whether all ranks decide alike by themselves
+        self.any_looks = False  # whether a method of the script may look at the model, on any rank
+
+    def compare(self, methods: Iterable[Any], *, schedules: bool) -> None:
+        """Find out whether all ranks have the same callbacks, none of the user's, which decide alike on all ranks if
+        transformers ``schedules``; before which events they need the weights, and whether the script's ``methods`` do.
+        """
+        mine = (
+            list(map(name_of, self.callbacks)),
+            any(map(is_users, self.callbacks)),
+            any(map(may_look, methods)),
+            events_with_weights(self.callbacks),
+            events_with_changes(self.callbacks),
+        )
+        of_ranks = [mine] * dist.get_world_size()
+        with waiting_for("the names of the other ranks' callbacks"):
+            dist.all_gather_object(of_ranks, mine)
+        self.ranks_agree = schedules and all(names == mine[0] and not users for names, users, *_ in of_ranks)
+        self.any_looks = any(looks for _, _, looks, *_ in of_ranks)
+        self.with_weights = set().union(*(events for *_, events, _ in of_ranks))
+        self.followed = set().union(*(events for *_, events in of_ranks))
+
+    def agree(self, control: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Give ``control`` on all ranks the flags that the user's callbacks have set on any of them.
+
+        Raises InputError unless all have the same numbers in the groups of ``optimizer``, and read the same values.
+        """
+        if self.ranks_agree:
+            return
+        numbers, place = (
+            xxh3_64_intdigest(repr(watched).encode()) >> 2
+            for watched in (numbers_of(optimizer), self._pipeline.value_changed)
+        )
+        alike = [numbers, -numbers, place, -place]  # the largest of each pair differ only by their signs
+        flags = torch.tensor([*(int(getattr(control, name)) for name in _FLAGS), *alike])
+        with waiting_for("the callbacks of the other ranks"):
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+        *of_flags, numbers, lowest_numbers, place, lowest_place = flags.tolist()
+        if place != -lowest_place:
+            raise InputError(
+                f"Trainer: {self._pipeline.value_changed or 'something on another rank'} has changed, and the code of "
+                "the model or its loss may read it, but not on all ranks; change it alike on all ranks"
+            )
+        if numbers != -lowest_numbers:
+            raise InputError(
+                "Trainer.optimizer: the ranks have other numbers in its groups, such as a learning rate; set them "
+                "alike on all ranks, from nothing that differs between them"
+            )
+        for name, value in zip(_FLAGS, of_flags, strict=True):
+            setattr(control, name, bool(value))
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **named: Any) -> Any:
         if event in self.with_weights:
@@ -106,12 +160,12 @@ class PipelineCallbacks(CallbackHandler):
 
     def _users_of(self, event: str) -> str:
         """The names of the user's callbacks that have ``event``."""
-        users = [one for one in self.callbacks if is_users(one) and event in own_events(type(one))]
-        return " or ".join(dict.fromkeys(type(one).__name__ for one in users))
+        users = [callback for callback in self.callbacks if is_users(callback) and event in own_events(type(callback))]
+        return " or ".join(dict.fromkeys(type(user).__name__ for user in users))
 
     def _follow(self, changed: Mapping[str, Sequence[str]], event: str) -> None:
         """Let the pipeline have what was ``changed``; ranks agree first, since each may have changed something else."""
-        of_ranks = of_all_ranks([len(each) for each in changed.values()], torch.int64)
+        of_ranks = of_all_ranks([len(names) for names in changed.values()], torch.int64)
         on_any = dict(zip(changed, of_ranks.sum(dim=0).tolist(), strict=True))
         on_all = (of_ranks == of_ranks[0]).all()
         what = next(chain.from_iterable(changed.values()), "something on another rank")

@@ -38,7 +38,7 @@ def check_samples(data: CollatedData, main: str) -> None:
     are tried of any dataset; its other batches are checked when they are loaded. All ranks must call it.
     """
     if data.constants:
-        data.check(data.order.of(0)[:1])  # they may be those of as many samples as were looked at first
+        data.check(data.order.of(0)[:1])  # they may be the constants of as many samples as were looked at first
     positions = of_rank_0(lambda: extremes(data.dataset, main), "to look through the dataset")
     for position in positions:
         try:
@@ -63,10 +63,10 @@ def check_same_data(data: CollatedData, name: str) -> None:
     order = [*map(int, data.order.of(0))]
     ends = [] if isinstance(data.dataset, Stream) else [len(data.dataset) - 1]
     samples = sorted({*order[:2], *ends})
-    found = data.fingerprints(samples, [0, 0])
-    if found is None:
-        found = fingerprints(bytes_of(data.collated(samples, [0, 0])))
-    mine = (ends[0] + 1 if ends else 0, order, found.tolist())
+    of_samples = data.fingerprints(samples, [0, 0])
+    if of_samples is None:
+        of_samples = fingerprints(bytes_of(data.collated(samples, [0, 0])))
+    mine = (ends[0] + 1 if ends else 0, order, of_samples.tolist())
     of_ranks = [mine] * dist.get_world_size()
     with waiting_for(f"the fingerprints of all ranks' {name}"):
         dist.all_gather_object(of_ranks, mine)
@@ -96,7 +96,7 @@ def check_padding(model: nn.Module, loss_of: Callable[..., Any], data: CollatedD
     if padding is None or any(parameter.is_meta for parameter in parameters):
         return
     shortest = min(extremes(data.dataset, main), key=lambda place: len(data.dataset[place][main]), default=None)
-    if shortest is None or 2 * padding.length * sum(each.numel() for each in parameters) > MOST_FLOPS:
+    if shortest is None or 2 * padding.length * sum(parameter.numel() for parameter in parameters) > MOST_FLOPS:
         return
     was_training = [part for part in model.modules() if part.training]
     model.eval()
@@ -125,17 +125,17 @@ def needs_mask(model: nn.Module, loss_of: Callable[..., Any], data: CollatedData
     run so, and where it takes statistics of a batch. ``loss_of`` takes the model and a batch, and with return_outputs
     gives (the loss, the outputs).
     """
-    numbers = sum(each.numel() for each in model.parameters())
+    numbers = sum(weight.numel() for weight in model.parameters())
     is_costly = numbers > _MOST_NUMBERS or 2 * padding.length * numbers > MOST_FLOPS
     takes_statistics = any(isinstance(part, _BatchNorm) for part in model.modules())
-    if padding.left or is_costly or takes_statistics or any(each.is_meta for each in model.parameters()):
+    if padding.left or is_costly or takes_statistics or any(weight.is_meta for weight in model.parameters()):
         return True
     count = len(data.dataset) if hasattr(data.dataset, "__len__") else 2
     places = [*extremes(data.dataset, padding.main), *range(0, count, max(1, count // _TRIED))]
-    plain, padding, found = replace(data, padding=None), replace(padding, needs_mask=False), list[bool]()
+    plain, padding, alike = replace(data, padding=None), replace(padding, needs_mask=False), list[bool]()
     with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=()):
         batches = (plain.collated([place], [0, 0]) for place in places)
-        padded = (each for each in batches if each[padding.main].shape != padding(each)[padding.main].shape)
+        padded = (short for short in batches if short[padding.main].shape != padding(short)[padding.main].shape)
         shorter = list(islice(padded, _PADDED))
         if not shorter or any("attention_mask" in batch for batch in shorter):
             return True
@@ -145,11 +145,11 @@ def needs_mask(model: nn.Module, loss_of: Callable[..., Any], data: CollatedData
             noise = torch.randn_like(parameter) / (parameter.shape[-1] if parameter.dim() > 1 else 1) ** 0.5
             parameter.copy_(value + noise if parameter.is_floating_point() else value)
         for batch in shorter:
-            given = ({**each, **data.constants} for each in (batch, padding(batch)))
-            results = [loss_of(noisy, each, return_outputs=True) for each in given]
+            given = ({**values, **data.constants} for values in (batch, padding(batch)))
+            results = [loss_of(noisy, values, return_outputs=True) for values in given]
             pairs = zip(*([loss, *tree_leaves([*_values(outputs)])] for loss, outputs in results), strict=True)
-            found.append(all(_is_beginning(*pair) for pair in pairs if isinstance(pair[0], torch.Tensor)))
-        return not all(found)
+            alike.append(all(_is_beginning(*pair) for pair in pairs if isinstance(pair[0], torch.Tensor)))
+        return not all(alike)
     return True
 
 

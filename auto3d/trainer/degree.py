@@ -18,7 +18,7 @@ _ADD = frozenset({"add", "sub", "rsub"})
 def degree_in(function: Callable[..., torch.Tensor], number: torch.Tensor, *others: torch.Tensor) -> int | None:
     """k, where ``function`` of ``number`` and ``others`` is what it makes of the others times the k-th power; or None.
 
-    ``number`` is a whole number from 1. Errors are those of the function, which must not read the value of ``number``.
+    ``number`` is a whole number from 1. Errors are the function's, which must not read the value of ``number``.
     """
     graph = make_fx(functionalize(function))(number, *others).graph
     degrees: dict[fx.Node, int | None] = {}
@@ -36,11 +36,11 @@ def degree_in(function: Callable[..., torch.Tensor], number: torch.Tensor, *othe
 
 
 def _degree(node: fx.Node, degrees: dict[fx.Node, int | None]) -> int | None:
-    operands = [degrees[each] for each in node.all_input_nodes]
+    operands = [degrees[operand] for operand in node.all_input_nodes]
     if not any(operands) and None not in operands:  # all are 0
         return 0
     name = node.target._schema.name.removeprefix("aten::") if isinstance(node.target, torch._ops.OpOverload) else ""
-    first, second = (_of(each, degrees) for each in (*node.args, 0)[:2])
+    first, second = (_of(argument, degrees) for argument in (*node.args, 0)[:2])
     if None in operands:
         return None
     assert first is not None
@@ -51,7 +51,7 @@ def _degree(node: fx.Node, degrees: dict[fx.Node, int | None]) -> int | None:
     if name == "reciprocal":
         return -first
     if name in _ADD:
-        return _common([each for each in node.args[:2] if isinstance(each, fx.Node) or each != 0], degrees)
+        return _common([term for term in node.args[:2] if isinstance(term, fx.Node) or term != 0], degrees)
     if name in ("stack", "cat"):
         return _common(list(node.args[0]), degrees)  # type: ignore[arg-type]
     if name == "masked_fill" and node.args[2] == 0 and not degrees[node.args[1]]:  # type: ignore[index]
@@ -66,15 +66,15 @@ def _of(argument: Any, degrees: dict[fx.Node, int | None]) -> int | None:
 
 
 def _common(arguments: list[Any], degrees: dict[fx.Node, int | None]) -> int | None:
-    found = {_of(each, degrees) for each in arguments}
-    return found.pop() if len(found) == 1 else None
+    common = {_of(argument, degrees) for argument in arguments}
+    return common.pop() if len(common) == 1 else None
 
 
 def _keeps(node: fx.Node) -> bool:
     """Whether ``node`` rounds nothing to whole numbers."""
     value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
     values = value if isinstance(value, list | tuple) else [value]
-    return not source.is_floating_point() or all(each.is_floating_point() for each in values)
+    return not source.is_floating_point() or all(entry.is_floating_point() for entry in values)
 
 
 def _is_at_most_one(node: fx.Node) -> bool:

@@ -157,13 +157,13 @@ class TrainingDraws:
     def read_anew(self, iteration: int) -> None:
         """Forget what was drawn in ``iteration`` and later, before which something else comes."""
         with LOCK:
-            self._points = {number: each for number, each in self._points.items() if number <= iteration}
+            self._points = {number: point for number, point in self._points.items() if number <= iteration}
             if self._number >= iteration:
                 self._running, self._number = iter(()), -1
             is_ahead = iteration in self._points and self._points[iteration].ahead is not None
             self._kept = {
-                place: each
-                for place, each in self._kept.items()
+                place: batch
+                for place, batch in self._kept.items()
                 if place[0] < iteration or (is_ahead and place == (iteration, 0))
             }
 
@@ -197,8 +197,8 @@ class TrainingDraws:
         point, states = self._points[iteration], self._states(iteration)
         epoch, batches = point.epoch, self._batches(iteration)
         self._kept = {
-            place: each
-            for place, each in self._kept.items()
+            place: batch
+            for place, batch in self._kept.items()
             if place[0] >= iteration or (place[0] == iteration - 1 and place[1] in self._asked)
         }
         if self.order.place(iteration)[1] == 0:
@@ -221,7 +221,7 @@ class TrainingDraws:
             ahead, states = states, self._draw(following, 0, self._batches(following)[0], states)
         self._points[following] = Point(states, ahead, epoch)
         for known in (self._points, self._epochs, self._evaluations):
-            for number in [each for each in known if each <= following - _KEPT]:
+            for number in [old for old in known if old <= following - _KEPT]:
                 del known[number]
 
     def _draw(self, iteration: int, index: int, samples: Sequence[int], states: States) -> States:
@@ -279,7 +279,7 @@ class EvaluationDraws:
             self._kept[self._next] = data.padded(batch)
             self._next += 1
         most = 2 * data.order.global_batch // self._size + 2
-        self._kept = {each: batch for each, batch in self._kept.items() if each > number - most}
+        self._kept = {place: batch for place, batch in self._kept.items() if place > number - most}
         return self._kept[number]
 
 
@@ -295,17 +295,17 @@ def cut_from_batches(samples: range, size: int, batch: Callable[[int], Batch]) -
 
 def write_draws(folder: Path, point: Point) -> None:
     """Write ``point`` into the checkpoint in ``folder``."""
-    found = {name: None if each is None else each.to_json() for name, each in vars(point).items()}
-    (folder / _FILE).write_text(json.dumps(found))
+    content = {name: None if states is None else states.to_json() for name, states in vars(point).items()}
+    (folder / _FILE).write_text(json.dumps(content))
 
 
 def read_draws(folder: Path) -> Point | None:
     """The Point of the checkpoint in ``folder``; None if it has none."""
     if not (folder / _FILE).exists():
         return None
-    found = json.loads((folder / _FILE).read_text())
-    ahead, epoch = (None if (text := found[name]) is None else States.from_json(text) for name in ("ahead", "epoch"))
-    return Point(States.from_json(found["states"]), ahead, epoch)
+    content = json.loads((folder / _FILE).read_text())
+    ahead, epoch = (None if (text := content[name]) is None else States.from_json(text) for name in ("ahead", "epoch"))
+    return Point(States.from_json(content["states"]), ahead, epoch)
 
 
 def _with_seed_of_workers(states: States) -> States:

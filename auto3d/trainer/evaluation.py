@@ -133,14 +133,14 @@ def _at_once(plan: Plan, batch: int, *, whole: bool) -> int:
     if not batch % trained and not (whole and batch > trained):
         return trained
     sizes = (batch,) if whole else range(trained, 0, -1)
-    found = next((size for size in sizes if not batch % size and _divide(plan, size)), None)
-    if found is None:
+    at_once = next((size for size in sizes if not batch % size and _divide(plan, size)), None)
+    if at_once is None:
         replicas = " and ".join(map(str, sorted({stage.replicas for stage in plan.stages} - {1})))
         raise InputError(
             f"TrainingArguments.per_device_eval_batch_size: found {batch}; it must be a multiple of {replicas}, the "
             "replicas of stages, which share the samples that run at once"
         )
-    return found
+    return at_once
 
 
 def _divide(plan: Plan, samples: int) -> bool:
@@ -172,8 +172,8 @@ def evaluated(
         raise InputError(f"Trainer: the model does not use {' and '.join(unread)}, so no stage reads it; leave it out")
     widths = None
     if evaluation.of_decoder:
-        found = of_rank_0(lambda: widths_of(data, batch), "to collate")
-        widths = Widths(batches=found, of_decoder=evaluation.of_decoder, left=data.padding.left)  # type: ignore[union-attr]
+        tokens = of_rank_0(lambda: widths_of(data, batch), "to collate")
+        widths = Widths(batches=tokens, of_decoder=evaluation.of_decoder, left=data.padding.left)  # type: ignore[union-attr]
 
     def cut(name: str, values: Sequence[torch.Tensor], number: int) -> torch.Tensor:
         value = _rows(values, number * batch, min(samples, (number + 1) * batch))
@@ -187,7 +187,7 @@ def evaluated(
 
     batches = [of_batch(number) for number in range(-(-samples // batch))]
     predictions = tree_map(lambda *parts: concatenated(parts), *(outputs for outputs, _ in batches))
-    labels = tuple(concatenated(parts) for parts in zip(*(each for _, each in batches), strict=True))
+    labels = tuple(concatenated(parts) for parts in zip(*(row for _, row in batches), strict=True))
     if preprocess is not None and predictions:
         predictions = in_batches(preprocess, batches)
     inputs = None
@@ -195,7 +195,7 @@ def evaluated(
         inputs = concatenated(
             [cut(main_input, [part.inputs[main_input] for part in parts], number) for number in range(len(batches))]
         ).numpy()
-    of_labels = tuple(each.numpy() for each in labels)
+    of_labels = tuple(part.numpy() for part in labels)
     is_summed = pipeline.settings.loss_mean == SUMMED_ITEMS
     losses = [loss for part in parts for loss in part.losses]
     targets = [count for part in parts for count in part.targets]
@@ -213,11 +213,11 @@ def evaluated(
 
 def _rows(parts: Sequence[torch.Tensor], begin: int, end: int) -> torch.Tensor:
     """Rows ``begin`` to ``end`` of the ``parts`` one after the other."""
-    found, first = [], 0
+    rows, first = [], 0
     for part in parts:
-        found.append(part[max(begin - first, 0) : max(end - first, 0)])
+        rows.append(part[max(begin - first, 0) : max(end - first, 0)])
         first += len(part)
-    return concatenated([each for each in found if len(each)])
+    return concatenated([piece for piece in rows if len(piece)])
 
 
 def _run(training: Training, data: CollatedData, evaluation: Evaluation, kept: Sequence[str]) -> list[EvaluationResult]:
@@ -259,8 +259,8 @@ def metrics_of(
 ) -> dict[str, Any]:
     """What ``compute`` gives on rank 0, and the mean loss, each under its name after ``prefix``. All ranks call it.
 
-    ``first_item`` is that of CollatedData. If it ``fills``, the loss of a last batch in part counts as often as that of
-    a whole one: transformers repeats it so, and cuts that off where accelerate has prepared the loader.
+    ``first_item`` is CollatedData's. If it ``fills``, the loss of a last batch in part counts as often as the loss of a
+    whole batch: transformers repeats it so, and cuts that off where accelerate has prepared the loader.
     """
     metrics: dict[str, Any] = {}
     losses = None
@@ -280,8 +280,7 @@ def metrics_of(
         batch = args.per_device_eval_batch_size if args.batch_eval_metrics else None
         given = losses.astype(np.float32) if losses is not None and "loss" in args.include_for_metrics else None
         metrics = of_rank_0(
-            lambda: denumpify_detensorize(_computed(compute, result, batch, given)),
-            "to compute the metrics",
+            lambda: denumpify_detensorize(_computed(compute, result, batch, given)), "to compute the metrics"
         )
     # In the order of transformers, where a loss of the script's replaces the mean one.
     named = {name: value for name, value in metrics.items() if name.startswith(prefix)}
@@ -301,7 +300,7 @@ def _computed(
     samples = len(tree_leaves(result.predictions)[0])
     for first in range(0, samples, batch):
         predictions, labels = tree_map(
-            lambda each, first=first: torch.from_numpy(each[first : first + batch]),
+            lambda values, first=first: torch.from_numpy(values[first : first + batch]),
             (result.predictions, result.label_ids),
         )
         metrics = compute(EvalPrediction(predictions, labels), compute_result=first + batch >= samples)

@@ -4,6 +4,7 @@ A folder is complete if the state of its step and its trainer_state.json are the
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -46,7 +47,15 @@ def load_weights(folder: Path, training: Training) -> None:
         reader.load(state)
 
 
-def last_complete(output_dir: Path) -> Path:
+def folder_to_resume(given: str | bool | None, output_dir: str) -> str | None:
+    """The checkpoint from which to train, on which rank 0 decides: ``given``, or if that is True, the last one."""
+    if not given:
+        return None
+    choose = partial(_last_complete, Path(output_dir)) if given is True else partial(_check_complete, Path(given))
+    return str(of_rank_0(choose, "to say which checkpoint to resume from"))
+
+
+def _last_complete(output_dir: Path) -> Path:
     """The newest complete checkpoint-N in ``output_dir``; raises InputError if there is none."""
     folders = [path for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdecimal()]
     for folder in sorted(folders, key=lambda path: int(path.name.split("-")[-1]), reverse=True):
@@ -55,7 +64,7 @@ def last_complete(output_dir: Path) -> Path:
     raise InputError(f"Trainer.train: resume_from_checkpoint: {output_dir} has no complete checkpoint")
 
 
-def check_complete(folder: Path) -> Path:
+def _check_complete(folder: Path) -> Path:
     """``folder``, from which a training may go on; raises InputError if it may not."""
     if not _is_complete(folder):
         raise InputError(

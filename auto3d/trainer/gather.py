@@ -38,7 +38,7 @@ def gather(rank: Rank, whole: MutableMapping[str, torch.Tensor]) -> None:
     for number, names in enumerate(of_ranks):
         for name, (shape, dtype, shard) in names.items():
             owners.setdefault((name, 0 if shard is None else shard.shard), (number, shape, dtype, shard))
-    for (name, _), (owner, shape, dtype, shard) in sorted(owners.items(), key=lambda each: each[0]):
+    for (name, _), (owner, shape, dtype, shard) in sorted(owners.items(), key=lambda item: item[0]):
         tensor = torch.empty(shape if shard is None else shard.shape(shape), dtype=dtype)
         if owner == dist.get_rank():
             tensor.copy_(held[name].tensor)
@@ -120,18 +120,18 @@ def state_of_frozen(rank: Rank, checkpoint: Path) -> dict[str, StatePart]:
 
     They were trained when it was written, and may be again.
     """
-    frozen = [f"{OF_OPTIMIZER}{name}." for name, each in rank.parameters.items() if not each.requires_grad]
+    frozen = [f"{OF_OPTIMIZER}{name}." for name, parameter in rank.parameters.items() if not parameter.requires_grad]
     with CheckpointReader(checkpoint) as reader:
-        found = [name for name in reader.checkpoint.tensors if name.startswith(tuple(frozen))]
-        whole = {name.removeprefix(OF_OPTIMIZER): reader.whole(name) for name in found}
+        names = [name for name in reader.checkpoint.tensors if name.startswith(tuple(frozen))]
+        whole = {name.removeprefix(OF_OPTIMIZER): reader.whole(name) for name in names}
     return {name: StatePart(tensor=tensor, shape=tuple(tensor.shape)) for name, tensor in whole.items()}
 
 
 def keep_optimizer_state(rank: Rank, earlier: Mapping[str, StatePart]) -> dict[str, StatePart]:
-    """Copy into the optimizers of ``rank`` what those of an earlier training held, on whatever ranks they were.
+    """Copy into the optimizers of ``rank`` what optimizers of an earlier training held, on whatever ranks they were.
 
     ``earlier`` is what this rank has of it. Returns what of it no optimizer holds any more, because the parameter is
-    frozen. All ranks must call it. Raises InputError where one number would have to be that of two parameters.
+    frozen. All ranks must call it. Raises InputError where two parameters would have to share a number.
     """
     rank.make_state_to_load()
     mine = optimizer_state(rank)
@@ -168,11 +168,11 @@ def _forget_new(rank: Rank, kept: Collection[str]) -> list[str]:
     shared: list[str] = []
     for optimizer, _ in rank.updaters():
         parts = list(state_tensors(optimizer, rank.parameters, rank.slices))
-        new = [each for each in parts if f"{each.parameter}.{each.key}" not in kept]
+        new = [part for part in parts if f"{part.parameter}.{part.key}" not in kept]
         if begins_with_zeros(optimizer) or not new:
             continue
-        shared += [f"{each.parameter}.{each.key}" for each in new if each.flat is not None]
-        names = {each.parameter for each in new}
+        shared += [f"{part.parameter}.{part.key}" for part in new if part.flat is not None]
+        names = {part.parameter for part in new}
         originals = {id(rank.parameters[name]) for name in names}
         for original, updated in updated_parameters(optimizer):
             if id(original) in originals:

@@ -1,7 +1,7 @@
 """The generators from which a script's dataset and collator draw, and their states.
 
-They are those of Python, numpy and torch, which all code shares, and a script's own: objects that a dataset or a
-collator keeps, in whatever it holds, or that its code names.
+They are the generators of Python, numpy and torch, which all code shares, and a script's own: objects that a dataset or
+a collator keeps, in whatever it holds, or that its code names.
 """
 
 import json
@@ -25,18 +25,8 @@ LOCK = RLock()
 """Held while samples are read: a thread reads ahead, and all share the generators of the process."""
 
 _PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bytearray,
-    type(None),
-    np.ndarray,
-    np.generic,
-    torch.Tensor,
-    ModuleType,
+    *(bool, int, float, complex, str, bytes, bytearray, type(None)),
+    *(np.ndarray, np.generic, torch.Tensor, ModuleType),
 )
 _KINDS = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 _DEEPEST = 8  # most attributes and containers on the way to a generator
@@ -62,7 +52,7 @@ class States:
     def to_json(self) -> str:
         """The states, by names that hold in other processes."""
         own = {path: state for (path, _), state in self.own.items()}
-        return json.dumps([self.python, self.numpy, self.torch, own], default=lambda each: each.tolist())
+        return json.dumps([self.python, self.numpy, self.torch, own], default=lambda array: array.tolist())
 
     @classmethod
     def from_json(cls, text: str) -> "States":
@@ -116,7 +106,7 @@ class _Slot:
 
 
 class Generators:
-    """Those of Python, numpy and torch, and a script's own that ``holders`` reach, by their names.
+    """The generators of Python, numpy and torch, and a script's own that ``holders`` reach, by their names.
 
     A thread may read ahead, which shares all of them with the others, so whoever draws holds ``lock``.
     """
@@ -125,12 +115,12 @@ class Generators:
         self._lock = lock
         self._own: list[_Slot] = []
         self._awaited: list[_Slot] = []  # attributes that are None, where the first call may put a generator
-        seen: dict[int, Any] = {id(each): each for each in _SHARED}
+        seen: dict[int, Any] = {id(generator): generator for generator in _SHARED}
         for name, holder in holders.items():
             self._walk(_Slot(name, None, "", holder), seen, _DEEPEST)
 
     def states(self, others: States | None = None) -> States:
-        """The states now; ``others`` has those of generators that are not among these."""
+        """The states now; ``others`` has the states of generators that are not among these."""
         own = dict(others.own) if others is not None else {}
         for slot in self._own:
             own.pop((slot.path, None), None)
@@ -250,4 +240,4 @@ def _set_pythons(generator: Any, state: Any) -> None:
 
 
 PROCESS = Generators()
-"""Those of Python, numpy and torch alone."""
+"""The generators of Python, numpy and torch alone."""

@@ -74,11 +74,11 @@ def traits_of(model: nn.Module) -> Iterator[tuple[str, object]]:
         yield f"the memory of {name}", (id(parameter), parameter.data_ptr())
         of_gradient = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
         yield f"gradient hooks of {name}", _hooks(of_gradient)
-    yield "hooks of all modules", _hooks(getattr(torch_module, f"_global{each}") for each in HOOKS)
+    yield "hooks of all modules", _hooks(getattr(torch_module, f"_global{kind}") for kind in HOOKS)
     for place, module in model.named_modules():
         name = f"model.{place}" if place else "model"
         yield name, (id(module), type(module))
-        yield f"hooks of {name}", _hooks(getattr(module, each) for each in HOOKS)
+        yield f"hooks of {name}", _hooks(getattr(module, kind) for kind in HOOKS)
         for key, value in vars(module).items():
             if key not in OF_EVERY_MODULE:
                 yield f"{name}.{key}", _trait(value)
@@ -136,7 +136,7 @@ def _trait(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return id(value), value._version
     items = [*value.items()] if isinstance(value, dict) else value
-    if isinstance(items, list | tuple | set) and all(isinstance(each, (*_PLAIN, tuple)) for each in items):
+    if isinstance(items, list | tuple | set) and all(isinstance(item, (*_PLAIN, tuple)) for item in items):
         return repr(value)
     return id(value)
 
@@ -164,8 +164,8 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor] | None:
 
 def _with_trained(model: nn.Module) -> nn.Module:
     """``model``, all of whose parameters are trained if none is: a pipeline is cut for training, which may not come."""
-    parameters = [each for each in model.parameters() if each.is_floating_point()]
-    for parameter in [] if any(each.requires_grad for each in parameters) else parameters:
+    parameters = [weight for weight in model.parameters() if weight.is_floating_point()]
+    for parameter in [] if any(weight.requires_grad for weight in parameters) else parameters:
         parameter.requires_grad_(True)
     return model
 
@@ -184,13 +184,13 @@ def _without_cache(model: nn.Module) -> nn.Module:
 
 def separate(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """``state`` with contiguous tensors that share no memory, as files of safetensors have them."""
-    found, memory = {}, set[int]()
+    separated, memory = {}, set[int]()
     for name, tensor in state.items():
         storage = tensor.untyped_storage().data_ptr()
         is_own = tensor.is_contiguous() and storage not in memory
-        found[name] = tensor if is_own else tensor.clone(memory_format=torch.contiguous_format)
+        separated[name] = tensor if is_own else tensor.clone(memory_format=torch.contiguous_format)
         memory.add(storage)
-    return found
+    return separated
 
 
 def _like(model: nn.Module) -> nn.Module:

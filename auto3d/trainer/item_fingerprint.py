@@ -44,16 +44,16 @@ def _add(made: xxh3_64, value: Any) -> None:
         made.update(np.ascontiguousarray(value).tobytes())
     elif isinstance(value, Mapping):
         made.update(f"{len(value)} entries".encode())
-        for name, each in value.items():
+        for name, entry in value.items():
             _add(made, name)
-            _add(made, each)
+            _add(made, entry)
     elif isinstance(value, list | tuple):
         made.update(f"{len(value)} values".encode())
-        if all(type(each) in _PLAIN for each in value):
+        if all(type(entry) in _PLAIN for entry in value):
             made.update(repr(value).encode())
         else:
-            for each in value:
-                _add(made, each)
+            for entry in value:
+                _add(made, entry)
     elif all(hasattr(value, name) for name in ("mode", "size", "tobytes")):  # an image of PIL
         made.update(f"{value.mode} {value.size}".encode())
         made.update(value.tobytes())

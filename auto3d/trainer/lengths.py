@@ -31,13 +31,13 @@ def lengths_of(data: CollatedData, padding: Padding) -> np.ndarray | None:
     lengths = _column_lengths(data.dataset, padding)
     if lengths is not None:
         tried = sorted({0, int(lengths.argmin()), int(lengths.argmax())})
-        found = {place: _length(data, padding, place) for place in tried}
-        if not lengths.min() and found[int(lengths.argmin())] is None:
+        tokens = {place: _length(data, padding, place) for place in tried}
+        if not lengths.min() and tokens[int(lengths.argmin())] is None:
             raise InputError(
                 f"train_dataset or eval_dataset: sample {lengths.argmin()} has no tokens as its {padding.main}, and no "
                 "batch can be made of it; leave it out"
             )
-        if [*found.values()] != lengths[tried].tolist():
+        if [*tokens.values()] != lengths[tried].tolist():
             lengths = None  # the collator cuts, or adds tokens
     if lengths is None:
         _check_draws_none(data, padding)
@@ -52,8 +52,8 @@ def length_of_stream(data: CollatedData, padding: Padding) -> int | None:
 
     Raises InputError if they differ in length, since nobody knows the longest.
     """
-    found = (_length(data, padding, number) for number in data.order.of(0)[:_FIRST_OF_STREAM])
-    lengths = {each for each in found if each is not None}
+    tokens = (_length(data, padding, number) for number in data.order.of(0)[:_FIRST_OF_STREAM])
+    lengths = {length for length in tokens if length is not None}
     if len(lengths) > 1:
         raise InputError(
             f"train_dataset: its stream begins with samples of {min(lengths)} to {max(lengths)} tokens, and how long "
@@ -76,8 +76,8 @@ def _column_lengths(dataset: Any, padding: Padding) -> np.ndarray | None:
     """[samples] the most entries of a sample in a sequence, where that is known without making the samples."""
     names = [padding.main, *padding.decoder]
     rows: Iterator[Sequence[Any]]
-    if isinstance(dataset, list | tuple) and all(isinstance(each, dict) and padding.main in each for each in dataset):
-        rows = ([each[name] for name in names if each.get(name) is not None] for each in dataset)
+    if isinstance(dataset, list | tuple) and all(isinstance(item, dict) and padding.main in item for item in dataset):
+        rows = ([sample[name] for name in names if sample.get(name) is not None] for sample in dataset)
     elif padding.main in (getattr(dataset, "column_names", None) or ()) and hasattr(dataset, "with_format"):
         present = [name for name in names if name in dataset.column_names]
         plain = dataset.with_format("numpy", columns=present)
@@ -94,11 +94,11 @@ def _column_lengths(dataset: Any, padding: Padding) -> np.ndarray | None:
 def _check_draws_none(data: CollatedData, padding: Padding) -> None:
     """Raise InputError if the first few samples are of another length when they are drawn again."""
     for place in range(min(_DRAWN_AGAIN, len(data.dataset))):
-        found = {_length(data, padding, place, draw) for draw in range(3)}
-        if len(found) > 1:
+        drawn = {_length(data, padding, place, draw) for draw in range(3)}
+        if len(drawn) > 1:
             raise InputError(
                 f"train_dataset or eval_dataset: how many tokens sample {place} has is drawn at random (found "
-                f"{' and '.join(map(str, found))}); give TrainingArguments.sequence_length, to which all are padded"
+                f"{' and '.join(map(str, drawn))}); give TrainingArguments.sequence_length, to which all are padded"
             )
 
 
@@ -109,16 +109,16 @@ def _read_lengths(data: CollatedData, padding: Padding) -> np.ndarray | None:
     """
     lengths, until, differ = np.zeros(len(data.dataset), dtype=np.int64), monotonic() + _PATIENCE_S, False
     for place in range(len(lengths)):
-        found = _length(data, padding, place)
-        if found is None and differ:
+        length = _length(data, padding, place)
+        if length is None and differ:
             raise InputError(
                 f"train_dataset or eval_dataset: sample {place} cannot be read or collated by itself, as it must be to "
                 "find how long samples are; mend or leave it out, or give TrainingArguments.sequence_length"
             )
-        if found is None or (not differ and monotonic() > until):
+        if length is None or (not differ and monotonic() > until):
             return None
-        lengths[place] = found
-        differ |= found != lengths[0]
+        lengths[place] = length
+        differ |= length != lengths[0]
     return lengths
 
 
@@ -162,10 +162,10 @@ def lengths_to_capture(of_micro_batches: np.ndarray, longest: int) -> tuple[int,
             break
         best = int(tokens[-1])
         cuts.append(cut)
-    found, end = [len(lengths) - 1], len(lengths) - 1
+    chosen, end = [len(lengths) - 1], len(lengths) - 1
     for cut in reversed(cuts[1:]):
         end = int(cut[end]) - 1
         if end < 0:
             break
-        found.append(end)
-    return tuple(int(lengths[each]) for each in reversed(found))
+        chosen.append(end)
+    return tuple(int(lengths[place]) for place in reversed(chosen))

@@ -11,9 +11,14 @@ from typing import Any
 from torch import nn
 
 from auto3d.capture.python_state import is_empty
+from auto3d.errors import InputError
 
 OF_MODEL = frozenset({"model", "trainer"})  # names by which a script has the model
 _LIBRARIES = {*sys.stdlib_module_names, "accelerate", "auto3d", "datasets", "numpy", "torch", "transformers"}
+_BEFORE_STEPS = (
+    *("__init__", "compute_loss", "get_decay_parameter_names", "_get_train_sampler", "get_train_dataloader"),
+)
+"""Methods of a Trainer's subclass that do not run between steps, or not with the weights of then."""
 
 
 def may_look(value: Any, words: Iterable[str] = OF_MODEL) -> bool:
@@ -36,19 +41,40 @@ def words_of(value: Any) -> set[str]:
 def reached(value: Any) -> set[nn.Module]:
     """The modules that the code of ``value`` reaches: by its attributes, the global names and the enclosed variables
     that it names."""
-    found: set[nn.Module] = set()
+    modules: set[nn.Module] = set()
     for reader in functions_of(value):
-        found |= {each for _, each in variables_of(reader) if isinstance(each, nn.Module)}
+        modules |= {enclosed for _, enclosed in variables_of(reader) if isinstance(enclosed, nn.Module)}
     words = words_of(value)
     for name, held in getattr(value, "__dict__", {}).items():
         if isinstance(held, nn.Module) and name in words:
-            found.add(held)
-    return found
+            modules.add(held)
+    return modules
 
 
 def is_of_user(value: Any) -> bool:
     """Whether a class, a function or a Python module is a script's, or of a library that may know its model."""
     return package_of(value) not in _LIBRARIES
+
+
+def own_methods(kind: type) -> list[Any]:
+    """What classes of the script add to ``kind``, a Trainer, and what runs between steps."""
+    return [
+        value
+        for base in kind.__mro__
+        for name, value in vars(base).items()
+        if is_of_user(base) and name not in _BEFORE_STEPS
+    ]
+
+
+def check_names_none(kept: set[str], readers: Iterable[Any]) -> None:
+    """Raise InputError if code of ``readers`` names one of ``kept``, the attributes that a model's forward sets."""
+    for reader in readers if kept else ():
+        for name in sorted(kept & words_of(reader)):
+            who = getattr(reader, "__name__", type(reader).__name__)
+            raise InputError(
+                f"Trainer: {who} names {name}, an attribute that the model's forward sets: that runs in the stages "
+                "of the pipeline, and a script does not see it; return it from the forward, as an output"
+            )
 
 
 def package_of(value: Any) -> str:
@@ -64,30 +90,30 @@ def module_of(value: Any) -> str:
 
 def functions_of(value: Any) -> list[FunctionType]:
     """The script's own functions that run where ``value`` is called or its methods are."""
-    found: list[FunctionType] = []
+    functions: list[FunctionType] = []
     waiting, seen = [value], set[int]()
     while waiting:
-        each = waiting.pop()
-        if id(each) in seen:
+        code = waiting.pop()
+        if id(code) in seen:
             continue
-        seen.add(id(each))
-        if isinstance(each, MethodType):
-            waiting += [each.__func__, each.__self__]
-        elif isinstance(each, FunctionType):
-            function = unwrap(each)
+        seen.add(id(code))
+        if isinstance(code, MethodType):
+            waiting += [code.__func__, code.__self__]
+        elif isinstance(code, FunctionType):
+            function = unwrap(code)
             if isinstance(function, FunctionType) and is_of_user(function):
-                found.append(function)
-                waiting += [one for _, one in variables_of(function) if isinstance(one, FunctionType | type)]
-        elif isinstance(each, staticmethod | classmethod):
-            waiting.append(each.__func__)
-        elif isinstance(each, property):
-            waiting.append(each.fget)
-        elif isinstance(each, partial):
-            waiting += [each.func, *each.args, *each.keywords.values()]
-        elif not isinstance(each, nn.Module):
-            kind = each if isinstance(each, type) else type(each)
-            waiting += [one for base in kind.__mro__ if base is not object for one in _methods(base)]
-    return found
+                functions.append(function)
+                waiting += [part for _, part in variables_of(function) if isinstance(part, FunctionType | type)]
+        elif isinstance(code, staticmethod | classmethod):
+            waiting.append(code.__func__)
+        elif isinstance(code, property):
+            waiting.append(code.fget)
+        elif isinstance(code, partial):
+            waiting += [code.func, *code.args, *code.keywords.values()]
+        elif not isinstance(code, nn.Module):
+            kind = code if isinstance(code, type) else type(code)
+            waiting += [method for base in kind.__mro__ if base is not object for method in _methods(base)]
+    return functions
 
 
 def _methods(kind: type) -> Iterator[Callable[..., Any]]:
@@ -107,20 +133,20 @@ def variables_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
     yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _codes(each)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
 
 
 def names_in(code: CodeType) -> set[str]:
     """The global names and the attributes in ``code``."""
-    return {name for each in _codes(code) for name in each.co_names}
+    return {name for part in _codes(code) for name in part.co_names}
 
 
 def _words(code: CodeType) -> set[str]:
     """The names and the texts in ``code``."""
-    texts = {const for each in _codes(code) for const in each.co_consts if isinstance(const, str)}
-    return texts | {name for each in _codes(code) for name in (*each.co_varnames, *each.co_names)}
+    texts = {const for part in _codes(code) for const in part.co_consts if isinstance(const, str)}
+    return texts | {name for part in _codes(code) for name in (*part.co_varnames, *part.co_names)}
 
 
 def _hands_on(code: CodeType) -> bool:
@@ -128,4 +154,4 @@ def _hands_on(code: CodeType) -> bool:
     if not code.co_flags & CO_VARKEYWORDS:
         return False
     name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & CO_VARARGS)]
-    return any(each.opname.startswith("LOAD") and each.argval == name for each in dis.get_instructions(code))
+    return any(step.opname.startswith("LOAD") and step.argval == name for step in dis.get_instructions(code))

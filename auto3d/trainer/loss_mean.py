@@ -89,7 +89,7 @@ def _divided(
 
 
 class _Uses(TorchFunctionMode):
-    """Which code takes ``items`` as an operand: the model's, or that of ``own``, a script's loss."""
+    """Which code takes ``items`` as an operand: the model's code, or ``own``, a script's loss."""
 
     def __init__(self, items: torch.Tensor, own: OwnLoss | None) -> None:
         self._items, self._own = items, own
@@ -98,7 +98,7 @@ class _Uses(TorchFunctionMode):
         self.error: Exception | None = None  # why the code did not run without values
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(each is self._items for each in tree_leaves((args, kwargs or {}))):
+        if any(value is self._items for value in tree_leaves((args, kwargs or {}))):
             is_script = self._own is not None and not self._own.in_model
             self.by_script |= is_script
             self.by_model |= not is_script
@@ -156,21 +156,21 @@ def _mean_of_own(own: OwnLoss, outputs: Any, inputs: Mapping[str, InputSpec]) ->
         following = iter(tensors)
         return loss(items, *tree_map_only(torch.Tensor, lambda _: next(following), (outputs, batch)))
 
-    one, labels = torch.ones((), dtype=torch.int64), batch["labels"]
+    unit, labels = torch.ones((), dtype=torch.int64), batch["labels"]
     some = torch.rand(labels.shape, generator=generator) < 0.5
     some.view(-1)[0], some.view(-1)[-1] = True, False
     none = []
     try:
         with torch.no_grad():
-            power = degree_in(of_tensors, one, *(v for v in tree_leaves((outputs, batch)) if torch.is_tensor(v)))
+            power = degree_in(of_tensors, unit, *(v for v in tree_leaves((outputs, batch)) if torch.is_tensor(v)))
             if labels.is_floating_point():  # these are never ignored
                 samples = (slice(1), slice(1, 2))
-                parts = [loss(one, *tree_map_only(torch.Tensor, itemgetter(s), (outputs, batch))) for s in samples]
+                parts = [loss(unit, *tree_map_only(torch.Tensor, itemgetter(s), (outputs, batch))) for s in samples]
             else:
-                parts = [loss(one, batch={**batch, "labels": labels.masked_fill(m, IGNORED)}) for m in (some, ~some)]
+                parts = [loss(unit, batch={**batch, "labels": labels.masked_fill(m, IGNORED)}) for m in (some, ~some)]
                 ignored = {**batch, "labels": torch.full_like(labels, IGNORED)}
-                none = [loss(one, _scaled(outputs, scale), ignored) for scale in _SCALES]
-            whole = loss(one)
+                none = [loss(unit, _scaled(outputs, scale), ignored) for scale in _SCALES]
+            whole = loss(unit)
     except Exception as error:
         raise _not_tried(own, error) from None
     if power == 0:
@@ -217,7 +217,7 @@ def _reads_items(own: OwnLoss) -> bool:
         return True
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
     names = {ITEMS, *code.co_varnames[count : count + 1]} if code.co_flags & inspect.CO_VARKEYWORDS else {ITEMS}
-    return any(each.opname.startswith("LOAD") and each.argval in names for each in get_instructions(code))
+    return any(step.opname.startswith("LOAD") and step.argval in names for step in get_instructions(code))
 
 
 def _may_divide(model: nn.Module) -> bool:

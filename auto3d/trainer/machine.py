@@ -18,16 +18,15 @@ from auto3d.runtime.waiting import waiting_for
 PRODUCT = {"cpu": 1024, "cuda": 8192}  # rows and columns of the timed product
 COPIED_BYTES = {"cpu": 2**26, "cuda": 2**30}  # size of the timed copy
 ROUNDS = 4  # the fastest counts, because other programs only add time
-USABLE = (
-    0.9  # part of a device's memory that a process may fill; the CUDA context, NCCL or other programs have the rest
-)
+USABLE = 0.9
+"""Part of a device's memory that a process may fill; the CUDA context, NCCL or other programs have the rest."""
 
 
 def machine(world: World, device: torch.device) -> Cluster:
     """The cluster of all ranks: every device as fast as the slowest. All ranks must call it.
 
     All ranks time a matrix product and a copy at the same moment, as in training, and ranks 0 and 1 time messages. If
-    these two are on different nodes, the time is that of the link between nodes; else that link has the defaults of a
+    these two are on different nodes, they time the link between nodes; else that link has the defaults of a
     Node. It is a rough description: ``auto3d calibrate`` measures one that predicts within a few percent.
     """
     ranks = ProfiledRanks(world, device)

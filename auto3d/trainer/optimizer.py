@@ -130,7 +130,7 @@ def optimizer_settings(optimizer: torch.optim.Optimizer, model: nn.Module, *, cl
 def take_thawed(
     optimizer: torch.optim.Optimizer, model: nn.Module, frozen: Sequence[nn.Parameter], decayed: Collection[str]
 ) -> None:
-    """Put those of ``frozen`` into the groups of ``optimizer`` that are trained now, and say so.
+    """Put the parameters of ``frozen`` that are trained now into the groups of ``optimizer``, and say so.
 
     transformers has made it of the others: its first group is for those called ``decayed``, the second for the rest.
     """
@@ -204,7 +204,7 @@ def _group_of(optimizer: torch.optim.Optimizer, number: int, name_of: Mapping[in
     kind, group = type(optimizer), optimizer.param_groups[number]
     arguments = _arguments(optimizer, group)
     return ParameterGroup(
-        names=tuple(name_of[id(each)] for each in group["params"] if id(each) in name_of),  # a script may replace some
+        names=tuple(name_of[id(weight)] for weight in group["params"] if id(weight) in name_of),  # some may be replaced
         optimizer=_NAMES.get(kind) or import_path(kind),
         arguments=arguments,
         learning_rate=float(_highest_rate(group)) or _STAND_IN,
@@ -226,7 +226,7 @@ def _adds_up(group: ParameterGroup) -> bool:
 def _as_one(groups: Sequence[ParameterGroup], kind: str) -> ParameterGroup:
     """``groups`` as one of all their parameters. Raises InputError unless they update alike."""
     first = groups[0]
-    if any(replace(each, names=(), script_group=0) != replace(first, names=(), script_group=0) for each in groups):
+    if any(replace(other, names=(), script_group=0) != replace(first, names=(), script_group=0) for other in groups):
         raise InputError(
             f"Trainer: its optimizer, a {kind}, adds up numbers over all of its groups, which ranks update as one; "
             "give them the same numbers, such as a weight_decay of 0"
@@ -254,7 +254,7 @@ def _highest_rate(group: Mapping[str, Any]) -> Any:
 
 
 def _arguments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with which the class of ``optimizer`` makes such a ``group``, without those of its settings."""
+    """The arguments with which the class of ``optimizer`` makes such a ``group``, beside its settings."""
     kind, again = type(optimizer), _made_again(optimizer, group)
     other = again.param_groups[0]
     own = other if kind.__module__.startswith("torch.optim.") else {**other, **group}  # torch's read no further entries
@@ -264,12 +264,12 @@ def _arguments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> di
     if averages(kind):  # the pipeline decides which weights it has
         unsaid = [name for name in unsaid if name not in _switched(again)]
         before, after = (
-            {name: text for name, text in each.items() if name not in _switched(again)} for each in (before, after)
+            {name: text for name, text in texts.items() if name not in _switched(again)} for texts in (before, after)
         )
     added = (*_OF_SCHEDULE, *_OF_TRAINER)
     unsaid += [name for name in {**before, **after} if name not in added and before.get(name) != after.get(name)]
     if unsaid:
-        rest = [f"**{each.name}" for each in _arguments_of(kind).values() if each.kind is each.VAR_KEYWORD]
+        rest = [f"**{entry.name}" for entry in _arguments_of(kind).values() if entry.kind is entry.VAR_KEYWORD]
         advice = "keep its arguments in its groups by their names"
         if rest:
             advice = f"give its constructor named arguments in place of {rest[0]}, which does not say what it takes"
@@ -299,17 +299,17 @@ def _check_groups_alone(optimizer: torch.optim.Optimizer) -> None:
     weights = [nn.Parameter(torch.linspace(0.5, 1.5, 6).view(2, 3)) for _ in range(2 * len(given))]
     pairs = list(zip(weights[::2], weights[1::2], given, strict=True))
     try:
-        together = make_optimizer(kind, [{"params": [one], **each} for one, _, each in pairs], common)
-        apart = [make_optimizer(kind, [other], each) for _, other, each in pairs]
+        together = make_optimizer(kind, [{"params": [weight], **arguments} for weight, _, arguments in pairs], common)
+        apart = [make_optimizer(kind, [other], arguments) for _, other, arguments in pairs]
         for step in range(1, 4):
-            for number, (one, other, _) in enumerate(pairs):
-                one.grad = torch.linspace(-1, number + step, 6).view(2, 3)
-                other.grad = one.grad.clone()
-            for each in (together, *apart):
-                each.step()
+            for number, (weight, other, _) in enumerate(pairs):
+                weight.grad = torch.linspace(-1, number + step, 6).view(2, 3)
+                other.grad = weight.grad.clone()
+            for made in (together, *apart):
+                made.step()
     except Exception:  # traits_of says what is wrong with such a class
         return
-    if not all(torch.equal(one, other) for one, other, _ in pairs):
+    if not all(torch.equal(weight, other) for weight, other, _ in pairs):
         raise InputError(
             f"Trainer: its optimizer, a {kind.__name__}, updates a group by what another one says, or by its defaults; "
             "ranks make an optimizer for each group: read what a group says from that group"
@@ -343,7 +343,7 @@ def _given(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[
 
 
 def _has_learnt(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its state is another than that of a new one; some classes, such as Adagrad, make it at once."""
+    """Whether its state is another than a new optimizer's; some classes, such as Adagrad, make it at once."""
     if isinstance(optimizer.state, StateOnRanks):
         return optimizer.state.has_learnt
     new: dict[str, Any] = next(iter(_made_again(optimizer, optimizer.param_groups[0]).state.values()), {})
@@ -357,9 +357,9 @@ def _has_learnt(optimizer: torch.optim.Optimizer) -> bool:
 def _scaled(value: Any, factor: float) -> Any:
     """``value`` with all of its floating-point numbers multiplied."""
     if isinstance(value, dict):
-        return {name: _scaled(each, factor) for name, each in value.items()}
+        return {name: _scaled(entry, factor) for name, entry in value.items()}
     if isinstance(value, tuple):
-        return tuple(_scaled(each, factor) for each in value)
+        return tuple(_scaled(entry, factor) for entry in value)
     return value * factor if isinstance(value, float) else value
 
 
@@ -372,11 +372,11 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    one, other = _plain(one), _plain(other)
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return bool(one == other)
+def _are_equal(value: Any, other: Any) -> bool:
+    value, other = _plain(value), _plain(other)
+    if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(value, other)
+    return bool(value == other)
 
 
 def _is_number(value: Any) -> bool:

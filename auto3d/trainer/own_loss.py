@@ -1,6 +1,6 @@
 """The loss that ``Trainer.compute_loss`` computes, as the forward of the model, so that a pipeline captures it.
 
-It is a script's own method, or that of transformers with a ``compute_loss_func`` or label smoothing.
+It is a script's own method, or transformers' with a ``compute_loss_func`` or label smoothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -86,7 +86,7 @@ def with_loss(
     gets_items: bool = False,
     constants: Mapping[str, Any] | None = None,
 ) -> Callable[[], nn.Module]:
-    """``build``, whose modules have the loss of ``compute_loss``, as OwnLoss says; None: that of the model.
+    """``build``, whose modules have the loss of ``compute_loss``, as OwnLoss says; None: the model's own loss.
 
     ``constants`` are further arguments of each call, by name.
     """
@@ -111,5 +111,5 @@ def with_loss(
 
 
 def own_loss_of(model: nn.Module) -> OwnLoss | None:
-    """That of a module of ``with_loss``."""
+    """The loss of a module of ``with_loss``."""
     return getattr(model.forward, "own_loss", None)

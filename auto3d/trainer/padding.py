@@ -37,7 +37,7 @@ class Padding:
         if main is None or main.dim() not in (2, 3) or main.dtype.is_floating_point:
             return None
         sequences = (batch[name] for name in (self.main, *self.decoder) if name in batch)
-        return max(each.shape[-1] for each in sequences if each.dim() == main.dim())
+        return max(sequence.shape[-1] for sequence in sequences if sequence.dim() == main.dim())
 
     def shapes_at(
         self, length: int, shapes: Mapping[str, InputSpec], *, decoder: bool | None = None

@@ -70,7 +70,7 @@ class Pipeline:
         self.batch = batch_of(setup(), args)
         self.training, self.inputs = None, {}
         self._is_gathered = True  # whether the model has the pipeline's weights, or what the script made of them
-        self._traits: dict[str, object] = {}  # those of the model in ``_planned``
+        self._traits: dict[str, object] = {}  # traits of the model in ``_planned``
         self._reads: Reads | None = None  # values beside the model that the code of ``_planned`` reads
         self._values_read: dict[str, Hashable] = {}  # ``_reads`` when it was planned
         self._planned: tuple[Plan, CapturedModel] | None = None
@@ -81,7 +81,7 @@ class Pipeline:
         self._optimizer_state: dict[str, StatePart] = {}  # state of parameters that are frozen since
 
     def compute(self, loss: ComputeLoss) -> None:
-        """Train ``loss`` in place of that of the model."""
+        """Train ``loss`` in place of the model's own."""
         self._own_loss = loss
         self._build_anew()
 
@@ -142,8 +142,8 @@ class Pipeline:
     ) -> Training:
         """Build a training of ``data`` from the model's weights, which updates them as ``optimizer`` would.
 
-        If that has learnt in an earlier training, it goes on from there; None is for evaluations. ``loss_mean`` is that
-        of TrainingSettings, ``gets_items`` that of OwnLoss. If it ``goes_on``, the training begins after the iterations
+        If that has learnt in an earlier training, it goes on from there; None is for evaluations. ``loss_mean`` is as
+        in TrainingSettings, ``gets_items`` as in OwnLoss. If it ``goes_on``, the training begins after the iterations
         of the earlier one.
         """
         self.gather()  # an earlier training may have been interrupted
@@ -197,7 +197,7 @@ class Pipeline:
 
     @property
     def state(self) -> dict[str, StatePart]:
-        """What this rank holds of the training's state, that of optimizers of parameters that are frozen included."""
+        """What this rank holds of the training's state, with the state of optimizers of parameters that are frozen."""
         assert self.training is not None, "it has state once it has started"
         frozen = {f"{OF_OPTIMIZER}{name}": part for name, part in self._optimizer_state.items()}
         return self.training.rank.state() | frozen
@@ -240,7 +240,7 @@ class Pipeline:
         self._note_learnt()
 
     def _note_learnt(self) -> None:
-        """Note that the ranks' optimizers have made steps for that of the script."""
+        """Note that the ranks' optimizers have made steps for the script's."""
         self._learnt_by = self._optimizer
         if self._optimizer is not None and isinstance(self._optimizer.state, StateOnRanks):
             self._optimizer.state.has_learnt = True
@@ -287,8 +287,8 @@ class Pipeline:
                 if rule.script_group is None or rule.script_group == LEFT_OUT:
                     continue
                 check_groups_alike(groups, rule)
-                for each in own.param_groups:
-                    each.update(groups[rule.script_group])
+                for own_group in own.param_groups:
+                    own_group.update(groups[rule.script_group])
                 constant.base_lrs = [groups[rule.script_group]["lr"]] * len(own.param_groups)
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -112,7 +112,7 @@ def planned_again(
     build: Callable[[], nn.Module],
     inputs: Mapping[str, InputSpec],
 ) -> tuple[Plan, CapturedModel] | None:
-    """``plan``, that of ``captured``, for a model that has changed since; None if it has other operations.
+    """``plan``, the Plan of ``captured``, for a model that has changed since; None if it has other operations.
 
     What is trained may have changed: the cuts stay. The split of weights among tensor-parallel ranks follows from it.
     """

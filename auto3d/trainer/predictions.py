@@ -49,15 +49,15 @@ def predictions_of(
 
 def outputs_of(result: Any) -> dict[str, torch.Tensor]:
     """The tensors in a model's ``result``, by their names."""
-    entries = [*result.items()] if isinstance(result, Mapping) else [(str(n), each) for n, each in enumerate(result)]
-    found: dict[str, torch.Tensor] = {}
+    entries = [*result.items()] if isinstance(result, Mapping) else [(str(n), entry) for n, entry in enumerate(result)]
+    tensors: dict[str, torch.Tensor] = {}
     while entries:
         name, value = entries.pop()
         if isinstance(value, torch.Tensor):
-            found[name] = value
+            tensors[name] = value
         elif isinstance(value, tuple | list):
-            entries += [(f"{name}.{place}", each) for place, each in enumerate(value)]
-    return found
+            entries += [(f"{name}.{place}", entry) for place, entry in enumerate(value)]
+    return tensors
 
 
 def stand_in_labels(
@@ -87,7 +87,7 @@ def stand_in_labels(
 
 def _named(name: str, value: Any) -> Any:
     if isinstance(value, tuple | list):
-        return tuple(_named(f"{name}.{place}", each) for place, each in enumerate(value))
+        return tuple(_named(f"{name}.{place}", entry) for place, entry in enumerate(value))
     if not isinstance(value, torch.Tensor):
         raise InputError(
             f"Trainer: output {name} is a {type(value).__name__}; a prediction is a tensor, or a tuple of tensors"
@@ -111,15 +111,15 @@ def losses_of_samples(
     batch is their sum, divided by the number of these targets or, with ``first_item``, by that which transformers
     counts in ``labels``.
     """
-    found = np.empty(samples)
+    of_samples = np.empty(samples)
     for first in range(0, samples, batch):
         end = min(samples, first + batch)
-        each = [(losses[start // at_once], targets[start // at_once]) for start in range(first, end, at_once)]
-        weight = sum(count for _, count in each)
+        parts = [(losses[start // at_once], targets[start // at_once]) for start in range(first, end, at_once)]
+        weight = sum(count for _, count in parts)
         if first_item is not None:
             weight = int(items_of({"labels": torch.from_numpy(labels[0][first:end])}, first_item))
-        found[first:end] = sum(loss * count for loss, count in each if count) / weight if weight else float("nan")
-    return found
+        of_samples[first:end] = sum(loss * count for loss, count in parts if count) / weight if weight else float("nan")
+    return of_samples
 
 
 def in_batches(process: Callable[..., Any], batches: Sequence[tuple[Predictions, Any]]) -> Predictions:

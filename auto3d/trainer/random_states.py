@@ -11,7 +11,7 @@ _KEY = "auto3d/random states"
 
 
 def go_on_with_those_of_rank_0(store: dist.Store, rank: int) -> None:
-    """Give all ranks the states that the generators of rank 0 have now; ``store`` is that of all ranks.
+    """Give all ranks the states that the generators of rank 0 have now; ``store`` is the store of all ranks.
 
     Ranks that were seeded alike keep what they have. Each process begins with other states if nothing was seeded.
     """
@@ -25,7 +25,7 @@ def _states() -> dict:
     of_numpy = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
-        "numpy": [each.tolist() if isinstance(each, np.ndarray) else each for each in of_numpy],
+        "numpy": [part.tolist() if isinstance(part, np.ndarray) else part for part in of_numpy],
         "torch": torch.get_rng_state().tolist(),
     }
 

@@ -73,7 +73,7 @@ def load_rates(folder: Path, optimizer: torch.optim.Optimizer, schedule: Any, *,
 def _packed(value: Any) -> Any:
     """``value`` for JSON, which has neither tuples nor keys that are numbers, such as the milestones of MultiStepLR."""
     if type(value) in (dict, Counter):
-        return {type(value).__name__: [[_packed(key), _packed(each)] for key, each in value.items()]}
+        return {type(value).__name__: [[_packed(key), _packed(entry)] for key, entry in value.items()]}
     if type(value) in (list, tuple):
         return {type(value).__name__: list(map(_packed, value))}
     return value
@@ -84,6 +84,6 @@ def _unpacked(value: Any) -> Any:
         return value
     ((kind, content),) = value.items()
     if kind in ("dict", "Counter"):
-        pairs = {_unpacked(key): _unpacked(each) for key, each in content}
+        pairs = {_unpacked(key): _unpacked(entry) for key, entry in content}
         return Counter(pairs) if kind == "Counter" else pairs
     return (tuple if kind == "tuple" else list)(map(_unpacked, content))

@@ -40,7 +40,7 @@ class Reads:
         trainer = None if loss is None else loss.call.__self__  # type: ignore[attr-defined]  # it is a bound method
         self._packages = {package_of(kind) for kind in type(trainer).__mro__}
         self._objects = {
-            f"model.{path}".rstrip("."): each for path, each in model.named_modules() if self._is_own(type(each))
+            f"model.{path}".rstrip("."): part for path, part in model.named_modules() if self._is_own(type(part))
         }
         functions: list[Any] = [type(module).forward for module in self._objects.values()]
         for module in model.modules():
@@ -48,7 +48,7 @@ class Reads:
         if trainer is not None:
             self._objects |= {"trainer": trainer, "compute_loss_func": trainer.compute_loss_func}
             functions.append(trainer.compute_loss)
-        self._ids = {id(each) for each in self._objects.values()}
+        self._ids = {id(holder) for holder in self._objects.values()}
         self._functions: dict[CodeType, FunctionType] = {}
         self._names: set[str] = set()
         self._add(functions)
@@ -57,11 +57,11 @@ class Reads:
 
     def now(self) -> dict[str, Hashable]:
         """Where a value is, as in ``trainer.state.epoch`` -> something that is equal for equal values."""
-        found: dict[str, Hashable] = {}
+        values: dict[str, Hashable] = {}
         seen: dict[int, Any] = {}
         for place, value in self._roots():
-            self._walk(place, value, found, seen, _DEEPEST)
-        return found
+            self._walk(place, value, values, seen, _DEEPEST)
+        return values
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -83,14 +83,14 @@ class Reads:
         """Take the script's own ``functions``, and those that they name; False if there is none that is new."""
         waiting, before = [*functions], len(self._functions)
         while waiting:
-            each = waiting.pop()
-            each = getattr(each, "__func__", getattr(each, "fget", each))
-            each = getattr(each, "__wrapped__", each)
-            if not isinstance(each, FunctionType) or each.__code__ in self._functions or not self._is_own(each):
+            reader = waiting.pop()
+            reader = getattr(reader, "__func__", getattr(reader, "fget", reader))
+            reader = getattr(reader, "__wrapped__", reader)
+            if not isinstance(reader, FunctionType) or reader.__code__ in self._functions or not self._is_own(reader):
                 continue
-            self._functions[each.__code__] = each
-            self._names |= {name for name in names_in(each.__code__) if not name.startswith("__")}
-            waiting += [value for _, value in variables_of(each)]
+            self._functions[reader.__code__] = reader
+            self._names |= {name for name in names_in(reader.__code__) if not name.startswith("__")}
+            waiting += [value for _, value in variables_of(reader)]
         return len(self._functions) > before
 
     def _methods(self) -> Iterator[Any]:
@@ -116,22 +116,22 @@ class Reads:
         for function in [*self._functions.values()]:
             yield from variables_of(function)
 
-    def _walk(self, place: str, value: Any, found: dict[str, Hashable], seen: dict[int, Any], depth: int) -> None:
+    def _walk(self, place: str, value: Any, values: dict[str, Hashable], seen: dict[int, Any], depth: int) -> None:
         if isinstance(value, _PLAIN):
-            found[place] = type(value), repr(value)
+            values[place] = type(value), repr(value)
         elif isinstance(value, np.ndarray | np.generic):
-            found[place] = value.dtype.str, value.shape, value.tobytes()
+            values[place] = value.dtype.str, value.shape, value.tobytes()
         elif isinstance(value, torch.Tensor):
             if not isinstance(value, nn.Parameter):
-                found[place] = id(value), value._version
+                values[place] = id(value), value._version
         elif isinstance(value, FunctionType | Enum) or self._is_other_module(value):
-            found[place] = id(value)
+            values[place] = id(value)
         elif depth and id(value) not in seen:
             seen[id(value)] = value
             if (held := held_by(value)) is not None:
-                found[place] = len(held)
+                values[place] = len(held)
             for name, part in self._parts(place, value):
-                self._walk(name, part, found, seen, depth - 1)
+                self._walk(name, part, values, seen, depth - 1)
 
     def _parts(self, place: str, value: Any) -> Iterator[tuple[str, Any]]:
         """What the code may read of ``value``: items of a container, attributes that it names."""
@@ -143,7 +143,7 @@ class Reads:
         elif isinstance(value, MethodType):
             yield from ((place, value.__func__), (place, value.__self__))
         elif isinstance(value, partial):
-            yield from ((place, each) for each in (value.func, value.args, value.keywords))
+            yield from ((place, argument) for argument in (value.func, value.args, value.keywords))
         elif not isinstance(value, FunctionType | torch.Tensor) and not self._is_other_module(value):
             yield from ((f"{place}.{name}", part) for name, part in self._attributes(value).items())
 
@@ -155,11 +155,11 @@ class Reads:
         if isinstance(value, ModuleType | type):
             own = vars(value) if self._is_own(value) else {}
             return {name: own[name] for name in sorted(self._names & own.keys())}
-        own = {name: each for name, each in getattr(value, "__dict__", {}).items() if name not in OF_EVERY_MODULE}
+        own = {name: entry for name, entry in getattr(value, "__dict__", {}).items() if name not in OF_EVERY_MODULE}
         of_classes = [vars(base) for base in reversed(type(value).__mro__) if self._is_own(base)]
-        named = {name: each[name] for each in (*of_classes, own) for name in sorted(self._names & each.keys())}
+        named = {name: space[name] for space in (*of_classes, own) for name in sorted(self._names & space.keys())}
         if self._calls_library(value):
-            named |= {name: each for name, each in own.items() if _is_plain(each)}
+            named |= {name: entry for name, entry in own.items() if _is_plain(entry)}
         return named
 
     def _calls_library(self, value: Any) -> bool:
@@ -172,7 +172,7 @@ class Reads:
 
 def changed(before: Mapping[str, Hashable], now: Mapping[str, Hashable]) -> str:
     """The place of a value that is another one ``now`` than ``before``; empty if there is none."""
-    places = [each for each in {**before, **now} if before.get(each, _ABSENT) != now.get(each, _ABSENT)]
+    places = [place for place in {**before, **now} if before.get(place, _ABSENT) != now.get(place, _ABSENT)]
     return min(places, default="")
 
 
@@ -182,4 +182,4 @@ def _is_installed(value: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     held = held_by(value)
-    return isinstance(value, _PLAIN) or (held is not None and all(isinstance(each, _PLAIN) for each in held))
+    return isinstance(value, _PLAIN) or (held is not None and all(isinstance(item, _PLAIN) for item in held))

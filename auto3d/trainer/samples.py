@@ -39,7 +39,7 @@ from auto3d.trainer.workers import Workers
 
 
 class SampleOrder(Protocol):
-    """Which samples are trained when; those of a stream are numbered as they come."""
+    """Which samples are trained when; a stream's are numbered as they come."""
 
     def of(self, iteration: int) -> Sequence[int]:
         """Positions in the dataset of the samples of ``iteration``."""
@@ -67,7 +67,7 @@ class TrainOrder:
 
     def __init__(self, loader: Any, *, global_batch: int, iterations_per_epoch: int, state: torch.Tensor) -> None:
         self._loader, self._state = loader, state
-        self._global_batch, self._iterations_per_epoch = global_batch, iterations_per_epoch
+        self._global_batch, self.iterations_per_epoch = global_batch, iterations_per_epoch
         self._epochs: dict[int, list[int]] = {}  # the last two that were drawn
         self._drawn = 0  # epochs that were drawn
         self._after: dict[int, States] = {}  # epoch -> states after its order was drawn
@@ -81,7 +81,7 @@ class TrainOrder:
     def place(self, iteration: int) -> tuple[int, int]:
         """(epoch, number in it) of ``iteration``."""
         first, epoch = next(begun for begun in reversed(self._begun) if begun[0] <= iteration)
-        later, place = divmod(iteration - first, self._iterations_per_epoch)
+        later, place = divmod(iteration - first, self.iterations_per_epoch)
         return epoch + later, place
 
     def of(self, iteration: int) -> Sequence[int]:
@@ -89,8 +89,8 @@ class TrainOrder:
         if (samples := self._epochs.get(epoch)) is None:
             with LOCK:
                 if epoch not in self._epochs:
-                    for each in range(min(epoch if self._is_seeded else self._drawn, epoch), epoch):
-                        self._draw(each, None)
+                    for earlier in range(min(epoch if self._is_seeded else self._drawn, epoch), epoch):
+                        self._draw(earlier, None)
                     is_on = self.draws is not None and self.draws.is_on and not self.is_alone
                     self._draw(epoch, self.draws.before_epoch(iteration - place) if is_on else None)  # type: ignore[union-attr]
                 samples = self._epochs[epoch]
@@ -226,7 +226,7 @@ class CollatedData:
     missing: int = 0  # samples that the last global batch of an epoch lacks
     incomplete: Incomplete | None = None  # the batches that are not filled with samples that do not count
     sample_lengths: np.ndarray | None = None  # [samples of the dataset], where they differ
-    captured_lengths: tuple[int, ...] = ()  # shorter ones than that of ``padding``, to which micro-batches are padded
+    captured_lengths: tuple[int, ...] = ()  # shorter than the length of ``padding``, to which micro-batches are padded
     lengths: Lengths | None = None  # the micro-batches of these lengths
     generators: Generators = field(default_factory=Generators)  # from which they may draw
     found: LookedAt = field(default_factory=LookedAt)
@@ -275,7 +275,7 @@ class CollatedData:
 
     @property
     def may_ignore_targets(self) -> bool:
-        """Whether labels may be IGNORED; those of a regression may not."""
+        """Whether labels may be IGNORED; labels of a regression may not."""
         return any(not self.shapes[name].dtype.is_floating_point for name in self.label_names if name in self.shapes)
 
     @property
@@ -343,7 +343,7 @@ class CollatedData:
 
     def length_of(self, iteration: int, index: int, *, size: int) -> int | None:
         """The length, of ``captured_lengths``, of micro-batch ``index`` of the global batch, of ``size`` samples; None:
-        that of ``padding``. A micro-batch that lacks samples has this one too."""
+        the length of ``padding``. A micro-batch that lacks samples has this one too."""
         samples = self.order.of(iteration)[index * size : (index + 1) * size]
         if self.sample_lengths is None or len(samples) < size:
             return None
@@ -398,7 +398,7 @@ class CollatedData:
     ) -> tuple[dict[str, torch.Tensor], np.ndarray | None]:
         """``collated(samples, seed)``, and if wanted the ``fingerprints(samples, seed)``.
 
-        ``length`` is one of ``captured_lengths``; None: that of ``padding``.
+        ``length`` is one of ``captured_lengths``; None: the length of ``padding``.
         """
         with self.generators.seeded() as begin:
             begin(self.seed, *seed)
@@ -413,7 +413,7 @@ class CollatedData:
 
     def _fetched(self, samples: Sequence[int]) -> list[Any]:
         # A collator may take keys out of samples, which another read meets again.
-        return [dict(each) if type(each) is dict else each for each in _fetch(self.dataset, samples)]
+        return [dict(sample) if type(sample) is dict else sample for sample in _fetch(self.dataset, samples)]
 
     def _collated(self, items: list[Any]) -> dict[str, torch.Tensor]:
         tensors, constants = dict[str, torch.Tensor](), dict[str, Any]()
@@ -435,7 +435,7 @@ class CollatedData:
         return tensors
 
     def padded(self, batch: dict[str, torch.Tensor], length: int | None = None) -> dict[str, torch.Tensor]:
-        """``batch`` padded to ``length``; None: to that of ``padding``."""
+        """``batch`` padded to ``length``; None: to the length of ``padding``."""
         padding = self.padding if length is None or self.padding is None else replace(self.padding, length=length)
         return padding(batch) if padding is not None else batch
 
@@ -487,8 +487,8 @@ class CollatedBatches:
         )
 
     def fingerprints(self, iteration: int, index: int, replica: int | None = None) -> np.ndarray:
-        """Those of what ``replica``, None: this one, reads of micro-batch ``index``; if one rank reads for all stages,
-        of what each rank can read by itself."""
+        """The fingerprints of what ``replica``, None: this one, reads of micro-batch ``index``; if one rank reads for
+        all stages, of what each rank can read by itself."""
         data, part = self._data, self._part
         if not part.read_once:
             whole, _ = self._whole(iteration, index)
@@ -528,8 +528,8 @@ class CollatedBatches:
 
     def _of_replica(self, whole: Mapping[str, torch.Tensor], replica: int) -> dict[str, torch.Tensor]:
         """The samples of a replica of a stage."""
-        each = self._part.micro_batch_size // self._part.replicas  # an incomplete batch not filled has no replicas
-        return {name: value[replica * each : (replica + 1) * each] for name, value in whole.items()}
+        share = self._part.micro_batch_size // self._part.replicas  # an incomplete batch not filled has no replicas
+        return {name: value[replica * share : (replica + 1) * share] for name, value in whole.items()}
 
     def _filled(self, name: str, value: torch.Tensor, samples: int) -> torch.Tensor:
         """``value`` of ``samples`` samples as a whole micro-batch: its last is repeated, but with ignored labels."""
@@ -561,31 +561,28 @@ def check_shapes(batch: Mapping[str, torch.Tensor], shapes: Mapping[str, InputSp
             "have the same inputs"
         )
     for name, spec in shapes.items():
-        found, wanted = tuple(batch[name].shape), (samples, *spec.shape)
-        if found[:1] != (samples,) and found[1:] == wanted[1:]:
+        shape, wanted = tuple(batch[name].shape), (samples, *spec.shape)
+        if shape[:1] != (samples,) and shape[1:] == wanted[1:]:
             raise InputError(
-                f"data_collator: it made {name} with {found[0]} rows of {samples} samples; a pipeline needs one for "
+                f"data_collator: it made {name} with {shape[0]} rows of {samples} samples; a pipeline needs one for "
                 "each: leave out of the dataset what the collator drops"
             )
-        if found != wanted or batch[name].dtype != spec.dtype:
+        if shape != wanted or batch[name].dtype != spec.dtype:
+            advice = "if samples differ in length, give TrainingArguments.sequence_length"
             raise InputError(
-                f"data_collator: {name} has shape {list(found)} and type {batch[name].dtype}; the first batch says "
+                f"data_collator: {name} has shape {list(shape)} and type {batch[name].dtype}; the first batch says "
                 f"{list(wanted)} and {spec.dtype}; "
-                + (
-                    "let all samples have one size"
-                    if spec.dtype.is_floating_point
-                    else "if samples differ in length, give TrainingArguments.sequence_length"
-                )
+                f"{'let all samples have one size' if spec.dtype.is_floating_point else advice}"
             )
 
 
 def check_constants(constants: Mapping[str, Any], before: Mapping[str, Any], whose: str) -> None:
     """Raise InputError unless both are equal; ``whose`` says in it what is known of those ``before``."""
     for name in {**before, **constants}:
-        found, wanted = (repr(each[name]) if name in each else "none" for each in (constants, before))
-        if found != wanted:
+        value, wanted = (repr(arguments[name]) if name in arguments else "none" for arguments in (constants, before))
+        if value != wanted:
             raise InputError(
-                f"data_collator: {name} is {found}, and {whose} {wanted}: what is no tensor is an argument of the "
+                f"data_collator: {name} is {value}, and {whose} {wanted}: what is no tensor is an argument of the "
                 "model's call, which is captured once; let it be the same in all batches, or a tensor with an entry "
                 "for each sample"
             )
@@ -597,8 +594,8 @@ def _fetch(dataset: Any, samples: Sequence[int]) -> list[Any]:
         with naming(f"samples {', '.join(map(str, samples))} of the dataset"):
             fetched: list[Any] = dataset.__getitems__(list(samples))
         return fetched
-    found = []
+    read = []
     for sample in samples:
         with naming(f"sample {sample} of the dataset"):
-            found.append(dataset[sample])
-    return found
+            read.append(dataset[sample])
+    return read

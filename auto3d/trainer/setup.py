@@ -80,7 +80,7 @@ def init(
     or "auto" for the fastest of ``space`` on ``cluster``. A launcher (torchrun, srun, mpirun) starts one process for
     each rank. Raises InputError if the processes are not those that the degrees or the plan need.
 
-    From here on the generators of torch, numpy and Python are alike on all ranks: they go on from those of rank 0.
+    From here on the generators of torch, numpy and Python are alike on all ranks: they go on from the states of rank 0.
 
     An InputError that reaches the top of the script is printed as one line, and the exit code is 2.
     """

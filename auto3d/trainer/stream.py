@@ -22,6 +22,16 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset)
 
 
+def check_readable(dataset: Any, name: str) -> None:
+    """Raise InputError for a dataset, or for one of several in a dict, that neither is a stream nor has a length."""
+    for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
+        if part is not None and not hasattr(part, "__len__") and not is_stream(part):
+            raise InputError(
+                f"Trainer: {name} has no length, so that ranks could not load different samples of it; give a "
+                "dataset with __len__ and __getitem__, or an IterableDataset"
+            )
+
+
 def check_stream(dataset: Any, args: Any) -> None:
     """Raise InputError unless a training by ``args`` takes the same samples of the stream as in one process."""
     if hasattr(dataset, "__len__"):

@@ -188,21 +188,11 @@ ACCELERATOR: Mapping[str, Decision] = {
 }
 """Every field of accelerator_config."""
 
-TRAINER: Mapping[str, Decision] = {
-    "model": Honoured(),
-    "args": Honoured(),
-    "data_collator": Honoured(),
-    "train_dataset": Honoured(),
-    "eval_dataset": Honoured(),
-    "processing_class": Honoured(),
-    "model_init": Refused("pass model="),
-    "compute_loss_func": Honoured(),
-    "compute_metrics": Honoured(),
-    "callbacks": Honoured(),
-    "optimizers": Honoured(),
-    "optimizer_cls_and_kwargs": Honoured(),
-    "preprocess_logits_for_metrics": Honoured(),
-}
+_HONOURED = (
+    *("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_loss_func"),
+    *("compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics"),
+)
+TRAINER: Mapping[str, Decision] = {**dict.fromkeys(_HONOURED, Honoured()), "model_init": Refused("pass model=")}
 """Every argument of Trainer."""
 
 METHODS = frozenset(

@@ -43,19 +43,19 @@ class Together:
         if size == 1:
             return
         store = self._met()
-        keys = [f"auto3d/call/{self._calls}/{each}" for each in range(size)]
+        keys = [f"auto3d/call/{self._calls}/{other}" for other in range(size)]
         store.set(keys[rank], what)
         end = deadline()
         while not _are_there(store, keys):
-            missing = [each for each in range(size) if not store.check([keys[each]])]
-            for each in missing:
-                if (passed := self._passed(store, each)) is not None:
-                    raise _alone(what, each, passed)
+            missing = [other for other in range(size) if not store.check([keys[other]])]
+            for other in missing:
+                if (passed := self._passed(store, other)) is not None:
+                    raise _alone(what, other, passed)
             if missing and monotonic() > end:
                 raise timed_out(f"rank {missing[0]} to call {what} too")
-        for each, called in enumerate(store.multi_get(keys)):
+        for other, called in enumerate(store.multi_get(keys)):
             if called.decode() != what:
-                raise _alone(what, each, f"calls {called.decode()}")
+                raise _alone(what, other, f"calls {called.decode()}")
         if self._calls:
             store.delete_key(f"auto3d/call/{self._calls - 1}/{rank}")  # all ranks have read it
         self._calls, self._marks = self._calls + 1, 0

@@ -3,14 +3,13 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -19,7 +18,6 @@ from accelerate.state import PartialState
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
-from xxhash import xxh3_64, xxh3_64_intdigest
 
 from auto3d.capture.export import InputSpec
 from auto3d.errors import InputError
@@ -30,52 +28,29 @@ from auto3d.runtime.messages.gathered import of_all_ranks
 from auto3d.runtime.optimizer.classes import averages, check_resumes
 from auto3d.runtime.settings import SUMMED_ITEMS
 from auto3d.runtime.training import Training, naming_this_rank
-from auto3d.runtime.waiting import waiting_for
-from auto3d.trainer.ahead import Ahead, EvaluationAhead, PlacedAhead, TrainingAhead
 from auto3d.trainer.arguments import TrainingArguments, as_one_process
-from auto3d.trainer.callbacks import (
-    PipelineCallbacks,
-    events_with_changes,
-    events_with_weights,
-    is_users,
-    name_of,
-)
-from auto3d.trainer.checks import check_padding, check_same_data, check_samples, limits_of, needs_mask
-from auto3d.trainer.draws import EvaluationDraws, TrainingDraws, draw_seed_of_workers, read_draws, write_draws
+from auto3d.trainer.callbacks import PipelineCallbacks, is_users
+from auto3d.trainer.checks import check_same_data, check_samples
+from auto3d.trainer.draws import EvaluationDraws
 from auto3d.trainer.evaluation import Evaluation, check_evaluation, evaluated, metrics_of
-from auto3d.trainer.folders import check_complete, last_complete, load_weights, write_state
-from auto3d.trainer.generators import LOCK, PROCESS, Generators, States
+from auto3d.trainer.folders import folder_to_resume, load_weights, write_state
+from auto3d.trainer.generators import PROCESS
 from auto3d.trainer.instance import kept_by_forward, separate
-from auto3d.trainer.lengths import length_of_stream, lengths_of, lengths_to_capture
-from auto3d.trainer.loaders import check_loader, positions_of
-from auto3d.trainer.looks import is_of_user, may_look, reached, words_of
+from auto3d.trainer.loaders import LoadedSamples, check_loader
+from auto3d.trainer.looks import check_names_none, may_look, own_methods
 from auto3d.trainer.loss_mean import loss_mean_of
-from auto3d.trainer.optimizer import KEPT, StateOnRanks, numbers_of, take_thawed
+from auto3d.trainer.optimizer import KEPT, StateOnRanks, take_thawed
 from auto3d.trainer.own_loss import SMOOTHING, ComputeLoss
-from auto3d.trainer.padding import Padding, padding_of
 from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.predictions import stand_in_labels
 from auto3d.trainer.rank_zero import of_rank_0, tell
 from auto3d.trainer.rates import check_rates, check_saved, follows_metric, load_rates, write_rates
-from auto3d.trainer.samples import CollatedData, InOrder, TrainOrder, check_constants, samples_of
-from auto3d.trainer.stream import Stream, check_stream, is_stream, read_whole
-from auto3d.trainer.supported import (
-    check_arguments,
-    check_attributes,
-    check_callbacks,
-    check_overrides,
-    check_trainer,
-)
+from auto3d.trainer.samples import CollatedData, InOrder, samples_of
+from auto3d.trainer.sequence import InSequence
+from auto3d.trainer.stream import Stream, check_readable, check_stream, is_stream, read_whole
+from auto3d.trainer.supported import check_arguments, check_attributes, check_callbacks, check_overrides, check_trainer
 from auto3d.trainer.together import TOGETHER
 from auto3d.trainer.watching import ReadsWatch
-from auto3d.trainer.workers import Workers, check_persistent
-
-_BEFORE_STEPS = (
-    *("__init__", "compute_loss", "get_decay_parameter_names", "_get_train_sampler", "get_train_dataloader"),
-)
-"""Methods of a subclass that do not run between steps, or not with the weights of then."""
-
-_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
 class Trainer(transformers.Trainer):
@@ -90,6 +65,7 @@ class Trainer(transformers.Trainer):
 
     args: TrainingArguments
     model: nn.Module
+    callback_handler: PipelineCallbacks  # another CallbackHandler until the first training
     optimizer: Any  # None until the first training
     lr_scheduler: Any  # likewise
 
@@ -109,7 +85,8 @@ class Trainer(transformers.Trainer):
         optimizer_cls_and_kwargs: Any = None,
         preprocess_logits_for_metrics: Callable[..., torch.Tensor] | None = None,
     ) -> None:
-        check_trainer({name: value for name, value in locals().items() if name not in ("self", "__class__")})
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        check_trainer(given)
         check_overrides(type(self), Trainer)
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         if not isinstance(args, TrainingArguments):
@@ -121,43 +98,20 @@ class Trainer(transformers.Trainer):
         check_arguments(args)
         check_callbacks(callbacks or ())
         for name, dataset in {"train_dataset": train_dataset, "eval_dataset": eval_dataset}.items():
-            for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
-                if part is not None and not hasattr(part, "__len__") and not is_stream(part):
-                    raise InputError(
-                        f"Trainer: {name} has no length, so that ranks could not load different samples of it; give a "
-                        "dataset with __len__ and __getitem__, or an IterableDataset"
-                    )
+            check_readable(dataset, name)
         if is_stream(train_dataset):
             check_stream(train_dataset, args)
         self._pipeline = Pipeline(model, args)
         self._between_steps = False
-        self._generators: dict[bool, Generators] = {}  # True: of the training's data, if they draw; False: of the last
-        # evaluation's
-        self._ahead: Ahead | None = None  # batches of the training that worker processes read
-        self._draws: TrainingDraws | None = None  # those of the training, unless its samples are a stream
+        self._samples, self._sequence = LoadedSamples(self, self._pipeline), InSequence(self._pipeline)
         self._first_item: int | None = None  # see CollatedData
         self._has_told_of_values = False  # see _follow_values
-        self._length: int | None = None  # tokens to which samples are padded where the arguments do not say it
-        self._needs_mask = True  # see Padding
         self._stands_in = False  # whether the pipeline was made for labels that stand in, since samples had none
         self._iterations: Iterator[tuple[int, IterationResult]] = iter(())
         self._watch: ReadsWatch  # of the training that runs
         self._made_of: tuple[Any, dict[str, Any]] = None, {}  # an optimizer of transformers, and arguments for it
         self._frozen: list[nn.Parameter] = []  # parameters that were frozen when transformers made it
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+        super().__init__(**{**given, "model": model, "args": args, "model_init": None})
         self._train_batch_size = self._pipeline.batch.micro_batch_size
         self._made_with = {name: getattr(self, name) for name in ("compute_loss_func", "label_smoother")}
         losses = {
@@ -165,9 +119,9 @@ class Trainer(transformers.Trainer):
             "compute_loss_func": compute_loss_func is not None,
             SMOOTHING: self.label_smoother is not None,  # transformers smooths no labels of several classes at once
         }
-        given = [name for name, is_own in losses.items() if is_own]
-        if given:
-            self._pipeline.compute(ComputeLoss(self.compute_loss, given[0]))
+        own = [name for name, is_own in losses.items() if is_own]
+        if own:
+            self._pipeline.compute(ComputeLoss(self.compute_loss, own[0]))
 
     @property
     def plan(self) -> Plan | None:
@@ -193,7 +147,7 @@ class Trainer(transformers.Trainer):
             raise InputError("Trainer.train: there is no train_dataset; give Trainer(train_dataset=)")
         if hasattr(data, "__len__") and not len(data):
             raise InputError("train_dataset: it has no samples; look at what selects or filters them")
-        if not any(each.requires_grad for each in self.model.parameters()):
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise InputError(
                 "Trainer.train: no parameter of the model requires a gradient, so there is nothing to train; set "
                 "requires_grad of those to train"
@@ -202,32 +156,22 @@ class Trainer(transformers.Trainer):
         check_attributes(self, self._made_with)
         self._pipeline.check_batch()
         TOGETHER.call("Trainer.train", self.args.ddp_timeout)
+        schedules = self._created_lr_scheduler and type(self).create_scheduler is transformers.Trainer.create_scheduler
         self.is_in_train = True
         try:
             with naming_this_rank():
-                self._find_callbacks_of_ranks()
+                handler = PipelineCallbacks(self.callback_handler, self._pipeline, self._start_again)
+                handler.compare(own_methods(type(self)), schedules=schedules)
+                self.callback_handler = handler
                 result: TrainOutput = self._inner_training_loop(
                     args=self.args,
-                    resume_from_checkpoint=self._folder_to_resume(resume_from_checkpoint),
+                    resume_from_checkpoint=folder_to_resume(resume_from_checkpoint, self.args.output_dir or "."),
                     ignore_keys_for_eval=ignore_keys_for_eval,
                 )
         finally:
-            if self._ahead is not None:
-                self._ahead.end()
+            self._sequence.end()
             self.is_in_train = False  # also after Ctrl-C, after which the script may evaluate, save or end
         return result
-
-    def _folder_to_resume(self, given: str | bool | None) -> str | None:
-        """The checkpoint from which to train, on which rank 0 decides."""
-        if not given:
-            return None
-
-        def chosen() -> str:
-            return str(
-                last_complete(Path(self.args.output_dir or ".")) if given is True else check_complete(Path(given))
-            )
-
-        return of_rank_0(chosen, "to say which checkpoint to resume from")
 
     def hyperparameter_search(self, *arguments: Any, **named: Any) -> Any:
         raise InputError("Trainer.hyperparameter_search: refused: it would need a pipeline for each trial")
@@ -275,13 +219,14 @@ class Trainer(transformers.Trainer):
         asked: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(asked, str):  # the name of one of several
             asked = self.eval_dataset[asked]  # type: ignore[index]  # transformers has checked that they have names
-        return super().get_eval_dataloader(self._read_whole(asked) if is_stream(asked) else eval_dataset)
+        if is_stream(asked):
+            eval_dataset = read_whole(asked, self.args.seed)
+        return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        return super().get_test_dataloader(self._read_whole(test_dataset) if is_stream(test_dataset) else test_dataset)
-
-    def _read_whole(self, stream: Any) -> Any:
-        return read_whole(stream, self.args.seed)
+        if is_stream(test_dataset):
+            test_dataset = read_whole(test_dataset, self.args.seed)
+        return super().get_test_dataloader(test_dataset)
 
     # What transformers' loop calls
 
@@ -295,7 +240,7 @@ class Trainer(transformers.Trainer):
         return {**named, "cpu": True}  # only its data loader is used, for the order of the samples
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """That of one process with the same global batch, by which samples may be grouped."""
+        """The sampler of one process with the same global batch, by which samples may be grouped."""
         args, self.args = self.args, copy.copy(self.args)
         self.args.per_device_train_batch_size = self._pipeline.batch.micro_batch_size
         self.args.gradient_accumulation_steps = self._micro_batches
@@ -308,30 +253,15 @@ class Trainer(transformers.Trainer):
         return self._pipeline.batch.global_batch
 
     def set_initial_training_values(self, args: transformers.TrainingArguments, dataloader: Any) -> tuple:
-        """Those of one process that accumulates as many micro-batches as all pipelines run."""
+        """The values of one process that accumulates as many micro-batches as all pipelines run."""
         if self._makes_loader:
             size = self._pipeline.batch.micro_batch_size
             check_loader(dataloader, "get_train_dataloader", size, "TrainingArguments.per_device_train_batch_size")
         alone = copy.copy(args)
         alone.gradient_accumulation_steps = self._micro_batches
         values = super().set_initial_training_values(alone, dataloader)
-        self._updates_per_epoch = values[1]
-        self._order = self._order_of(dataloader)
+        self._sequence.begin(dataloader, self.args, values[1])
         return values
-
-    def _order_of(self, loader: Any) -> TrainOrder | Stream:
-        """The order of the training's samples."""
-        global_batch = self._pipeline.batch.global_batch
-        self._draws = None
-        if is_stream(loader.dataset):
-            return Stream(loader.dataset, global_batch=global_batch, seed=self.args.seed, tell=tell)
-        states = of_rank_0(PROCESS.states, "to say from where it draws the order")
-        order = TrainOrder(
-            loader, global_batch=global_batch, iterations_per_epoch=self._updates_per_epoch, state=states.torch
-        )
-        # accelerate's loader, which transformers makes, reads a batch ahead
-        self._draws = TrainingDraws(order, states, reads_ahead=isinstance(loader, DataLoaderShard))
-        return order
 
     @property
     def _makes_loader(self) -> bool:
@@ -341,9 +271,9 @@ class Trainer(transformers.Trainer):
     def _init_training_state(self, *arguments: Any, **named: Any) -> tuple[int, int]:
         """Begin at the state of the checkpoint, if there is one, which may be in a later epoch of a stream."""
         epochs, steps = super()._init_training_state(*arguments, **named)
-        if isinstance(self._order, Stream):
-            self._order.forget(self.state.global_step)
-            epochs, _ = self._order.place(self.state.global_step)
+        if isinstance(order := self._sequence.order, Stream):
+            order.forget(self.state.global_step)
+            epochs, _ = order.place(self.state.global_step)
         return epochs, steps
 
     @property
@@ -355,12 +285,18 @@ class Trainer(transformers.Trainer):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         """Build this rank of the pipeline."""
-        data = self._train_data(train_dataloader, max_steps)
-        checkpoints = None
-        if resume_from_checkpoint is not None:
-            checkpoints = Checkpoints(folder=Path(resume_from_checkpoint), every=None)
+        if max_steps < 1:
+            raise InputError(
+                f"TrainingArguments: with num_train_epochs={self.args.num_train_epochs:g} and max_steps="
+                f"{self.args.max_steps} there is no step to train; give more, or leave out train()"
+            )
+        folder = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
+        others, order = self._loaders_of_evaluations, self._sequence.order
+        data = self._samples.of_training(train_dataloader, others, order, max_steps)
+        checkpoints = None if folder is None else Checkpoints(folder=folder, every=None)
         self._create_optimizer_and_scheduler(max_steps)
-        data = self._in_sequence(data, train_dataloader, resume_from_checkpoint)
+        generator = train_dataloader.generator if self._makes_loader else None
+        data = self._sequence.training(data, generator=generator, folder=folder, step=self.state.global_step)
         training = self._start(data, max_steps, checkpoints)
         if self.args.save_strategy != "no":
             check_resumes(training.rank.common.rules.values())
@@ -370,18 +306,16 @@ class Trainer(transformers.Trainer):
                 f"Trainer.train: resume_from_checkpoint: {resume_from_checkpoint}: its state is after "
                 f"{training.first} steps, its trainer_state.json after {self.state.global_step}"
             )
-        if self._length is not None:
-            to = [*map(str, self._pipeline.captured_lengths), str(self._length)]
-            tell(f"samples differ in length: each micro-batch is padded to {' or '.join(to)} tokens")
-        if self._draws is not None:
-            self._draws.size = training.rank.common.plan.micro_batch_size
+        self._samples.tell_length()
         self._check_evaluations()
         self._check_reads(data)
         self._data, self._max_steps = data, max_steps
         self._go_through(training)
-        self._numbers, self._flos_of_sample = data.numbers(), self._flos_of_one(data.shapes)
-        if resume_from_checkpoint is not None:
-            load_rates(Path(resume_from_checkpoint), self.optimizer, self.lr_scheduler, steps=training.first)
+        self._sequence.note(data, training.rank.common.plan.micro_batch_size)
+        sample = {name: torch.empty(1, *spec.shape, device="meta") for name, spec in data.shapes.items()}
+        self._flos_of_sample = int(self.floating_point_ops(sample))
+        if folder is not None:
+            load_rates(folder, self.optimizer, self.lr_scheduler, steps=training.first)
         self.callback_handler.model = self.model
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.callback_handler.train_dataloader = train_dataloader
@@ -396,9 +330,10 @@ class Trainer(transformers.Trainer):
             self.lr_scheduler, self._created_lr_scheduler = None, False
         before_it = self.optimizer
         self.create_optimizer()
-        if before_it is None and self._makes_optimizer:
+        makes_own = type(self).create_optimizer is not transformers.Trainer.create_optimizer
+        if before_it is None and not makes_own and not self.optimizer_cls_and_kwargs:  # it follows from the arguments
             self._made_of = self.optimizer, {name: getattr(self.args, name) for name in KEPT}
-            self._frozen = [each for each in self.model.parameters() if not each.requires_grad]
+            self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
         made, arguments = self._made_of
         for name, before in arguments.items() if made is self.optimizer else ():
             if (value := getattr(self.args, name)) != before:
@@ -423,13 +358,6 @@ class Trainer(transformers.Trainer):
         if self._pipeline.training is not None:
             self._pipeline.use_weights(evaluation=evaluation)
             self._pipeline.gather()
-
-    @property
-    def _makes_optimizer(self) -> bool:
-        """Whether transformers makes the optimizer, from the arguments alone."""
-        return type(self).create_optimizer is transformers.Trainer.create_optimizer and not (
-            self.optimizer_cls_and_kwargs
-        )
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: transformers.TrainingArguments, model: Any = None) -> tuple[Any, Any]:
@@ -460,40 +388,40 @@ class Trainer(transformers.Trainer):
         def log_evaluate_save() -> None:
             norm = None if result is None else result.grad_norm
             TOGETHER.mark(f"goes on after step {self.state.global_step}")
-            self._agree()
+            self.callback_handler.agree(self.control, self.optimizer)
             # ``log`` and ``_evaluate`` agree once more, because their callbacks may ask for the next.
             self._between_steps = True
-            if self._looks and (self.control.should_log or self.control.should_evaluate or self.control.should_save):
+            if self.callback_handler.any_looks and (
+                self.control.should_log or self.control.should_evaluate or self.control.should_save
+            ):
                 self._pipeline.gather()
             self._maybe_log_save_evaluate(
                 self._tr_loss, norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate
             )
             self._between_steps = False
-            self._agree()
+            self.callback_handler.agree(self.control, self.optimizer)
 
-        is_streamed = isinstance(self._order, Stream)
+        order, is_streamed = self._sequence.order, isinstance(self._sequence.order, Stream)
         resumes = resume_from_checkpoint is not None and epoch == epochs_trained
         first = 0
         if resumes:
             done = self.state.global_step
-            first = self._order.place(done)[1] if is_streamed else done % num_update_steps_per_epoch
-        if self._order.place(self.state.global_step) != (epoch, first):  # a callback has ended the epoch before it
-            if self._draws is not None:
-                self._draws.end_epoch(self.state.global_step)
-            self._order.begin(epoch, self.state.global_step - first)
+            first = order.place(done)[1] if is_streamed else done % num_update_steps_per_epoch
+        if order.place(self.state.global_step) != (epoch, first):  # a callback has ended the epoch before it
+            self._sequence.begin_epoch(epoch, first, self.state.global_step)
             self._start_again()
         for step in range(first, num_update_steps_per_epoch):
             self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
-            self._agree()
+            self.callback_handler.agree(self.control, self.optimizer)
             # transformers looks at these flags after each micro-batch: before the step, if there are several.
             if self._is_stopped and self._micro_batches_of(step, steps_in_epoch) > 1:
                 break
-            self._follow_data(begins_epoch=step == first)
+            self._sequence.follow(self.state.global_step, begins_epoch=step == first)
             self.current_gradient_accumulation_steps = self._micro_batches_of(step, steps_in_epoch)
             self._follow_values()
             TOGETHER.mark(f"goes on with step {self.state.global_step + 1}")
             self.model.train()  # a callback may have called eval() for a sample of text, say
-            if not self._ranks_agree and self._pipeline.is_outdated:
+            if not self.callback_handler.ranks_agree and self._pipeline.is_outdated:
                 raise InputError(
                     "Trainer: the model was changed during the training, outside of an event of a callback; change it "
                     "in one"
@@ -510,13 +438,13 @@ class Trainer(transformers.Trainer):
                     "TrainingArguments.max_steps"
                 )
             self._pipeline.follow(self.optimizer)
-            if isinstance(self._order, Stream):
-                self._order.forget(self.state.global_step)
+            if isinstance(order, Stream):
+                order.forget(self.state.global_step)
             _, result = next(self._iterations)
             self._watch.after_step()
             self._pipeline.trained()
             self._add_loss(result.loss)
-            self.current_flos += self._flos_of_sample * len(self._order.of(self.state.global_step))
+            self.current_flos += self._flos_of_sample * len(order.of(self.state.global_step))
             learning_rate = self._get_learning_rate()
             if not result.skipped and not follows_metric(self.lr_scheduler):
                 self.lr_scheduler.step()
@@ -532,34 +460,7 @@ class Trainer(transformers.Trainer):
     def _ends_epoch(self, epoch: int) -> bool:
         """Whether the next step, if there is one, belongs to another epoch."""
         done = self.state.global_step
-        return done < self._max_steps and self._order.place(done)[0] != epoch
-
-    def _follow_data(self, *, begins_epoch: bool) -> None:
-        """Read anew what a callback has made others; raises InputError unless the step ``begins_epoch``."""
-        assert self._pipeline.training is not None
-        numbers = self._data.numbers()
-        changed = [name for name, value in numbers.items() if self._numbers.get(name, value) != value]
-        if isinstance(self._order, Stream) and (name := self._order.take_change()):
-            changed.append(f"train_dataset: {name}")
-        if changed and not begins_epoch:
-            raise InputError(
-                f"Trainer: {changed[0]} was changed in the middle of an epoch, of which samples have been read ahead; "
-                "change it in on_epoch_begin, say"
-            )
-        if changed:
-            if isinstance(self._order, Stream):
-                self._order.begin(self._order.place(self.state.global_step)[0], self.state.global_step)
-            self._read_anew()
-        self._numbers = numbers
-
-    def _read_anew(self) -> None:
-        """Forget what was read ahead of the next step."""
-        assert self._pipeline.training is not None
-        self._pipeline.training.rank.executor.read_anew()
-        if self._draws is not None:
-            self._draws.read_anew(self.state.global_step)
-        if self._ahead is not None:
-            self._ahead.read_anew(self.state.global_step)
+        return done < self._max_steps and self._sequence.order.place(done)[0] != epoch
 
     def _follow_values(self) -> None:
         """Build the pipeline again if the code of its stages would read other values beside the model."""
@@ -585,39 +486,22 @@ class Trainer(transformers.Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)
         if self._between_steps:
-            self._agree()
+            self.callback_handler.agree(self.control, self.optimizer)
 
     def _evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         metrics: dict[str, float] = super()._evaluate(*arguments, **named)
-        self._agree()
+        self.callback_handler.agree(self.control, self.optimizer)
         return metrics
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
         self._pipeline.gather()
-        if self._draws is not None and self._draws.is_on:  # the script then draws as it does in one process
-            self._go_on_from(lambda: self._draws.point(self.state.global_step).states)  # type: ignore[union-attr]
+        self._sequence.finish(self.state.global_step)
         return super()._finalize_training(trial, num_train_samples, start_time)
-
-    def _go_on_from(self, states: Callable[[], States]) -> None:
-        """Let the generators of all ranks be in the ``states`` of rank 0, which has read the data."""
-        found = self._of_rank_0(states)
-        with LOCK:
-            for generators in self._generators.values():
-                generators.set(found)
-
-    def _of_rank_0(self, states: Callable[[], States]) -> States:
-        def text() -> str:
-            with LOCK:
-                return states().to_json()
-
-        found = of_rank_0(text, "to say where generators are")
-        return States.from_json(found)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         write_state(Path(output_dir), self._pipeline)
         of_rank_0(
-            lambda: write_rates(Path(output_dir), self.optimizer, self.lr_scheduler),
-            "to write the learning rates",
+            lambda: write_rates(Path(output_dir), self.optimizer, self.lr_scheduler), "to write the learning rates"
         )
 
     def _load_best_model(self) -> None:
@@ -629,176 +513,12 @@ class Trainer(transformers.Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write where the draws of the data are; what the stages draw follows from the seed and the iteration."""
-        if (draws := self._draws) is not None and draws.is_on:
-            step = self.state.global_step
-            of_rank_0(
-                lambda: write_draws(Path(output_dir), draws.point(step)),
-                "to write where generators are",
-            )
+        self._sequence.write(Path(output_dir), self.state.global_step)
 
     def _save_scaler(self, output_dir: str) -> None:
         """Nothing: it is part of the ranks' state."""
 
     # The pipeline
-
-    def _train_data(self, loader: Any, max_steps: int) -> CollatedData:
-        if max_steps < 1:
-            raise InputError(
-                f"TrainingArguments: with num_train_epochs={self.args.num_train_epochs:g} and max_steps="
-                f"{self.args.max_steps} there is no step to train; give more, or leave out train()"
-            )
-        missing = 0
-        if not isinstance(self._order, Stream):
-            samples, global_batch = samples_of(loader.batch_sampler), self._pipeline.batch.global_batch
-            if samples < global_batch:
-                raise InputError(
-                    f"train_dataset: it has {samples} samples, fewer than a global batch of {global_batch} "
-                    "(per_device_train_batch_size × gradient_accumulation_steps × pipelines); give more samples, or "
-                    "smaller batches"
-                )
-            missing = -samples % global_batch if max_steps >= self._updates_per_epoch else 0
-        self._length = None
-        lengths = self._find_length([loader, *self._loaders_of_evaluations().values()])
-        self._find_padding(loader, self._order)
-        data = replace(self._collated(loader, self._order), missing=missing).with_shapes()
-        self._pipeline.call_with(data.constants)
-        check_same_data(data, "train_dataset")
-        longest = None if lengths is None or self._length is None else self._of_micro_batches(lengths, max_steps)
-        if longest is not None and self._length is not None:
-            captured = lengths_to_capture(longest, self._length)[:-1]
-            data = replace(data, sample_lengths=lengths, captured_lengths=captured)
-        check_samples(data, self._main_input)
-        of_rank_0(
-            lambda: check_padding(self.model, self.compute_loss, data, self._main_input),
-            "to compare a loss with and without padding",
-        )
-        return data
-
-    def _collated(self, loader: Any, order: TrainOrder | InOrder | Stream) -> CollatedData:
-        for name, value in {"dataset": loader.dataset, "data_collator": self.data_collator}.items():
-            if not reached(value).isdisjoint(self.model.modules()):
-                raise InputError(
-                    f"Trainer: {name} uses the model, whose weights are in the pipeline while samples are read; "
-                    "compute in the model's forward what needs them, or give it a copy of the model"
-                )
-        return CollatedData(
-            dataset=order if isinstance(order, Stream) else loader.dataset,
-            collate=loader.collate_fn,
-            order=order,
-            padding=self._padding(self.args.sequence_length or self._length),
-            seed=self.args.seed,
-            label_names=tuple(self.label_names),
-            returns_loss=self.can_return_loss,
-            limits=limits_of(self.model, self._main_input, self.label_names),
-            generators=self._generators_of(loader, "train" if isinstance(order, TrainOrder) else "eval"),
-            workers=Workers.of(loader),
-        )
-
-    def _generators_of(self, loader: Any, use: str) -> Generators:
-        """Those from which the loader's dataset and its collator may draw."""
-        collator = getattr(loader.collate_fn, "data_collator", loader.collate_fn)  # transformers may have wrapped it
-        if is_stream(loader.dataset):  # it is read under a lock of its own
-            return Generators(nullcontext(), data_collator=collator)
-        return Generators(data_collator=collator, **{f"{use}_dataset": loader.dataset})
-
-    def _in_sequence(self, data: CollatedData, loader: Any, resume_from_checkpoint: str | None) -> CollatedData:
-        """``data``, whose draws are those of one process one after the other, if they draw and can be read so."""
-        workers, draws = data.workers, self._any_rank(data.found.draws)
-        self._ahead = None
-        if workers is not None and isinstance(self._order, TrainOrder):
-            check_persistent(workers, draws=draws or not self._order.is_alone)
-            self._ahead = TrainingAhead(self._draws, workers) if draws and self._draws else PlacedAhead(workers)
-            data = replace(data, ahead=self._ahead)
-        if not draws:
-            return data
-        self._generators[True] = data.generators
-        if self._makes_loader and loader.generator is not None:
-            raise InputError(
-                "Trainer.get_train_dataloader: refused: its DataLoader has a generator, and the dataset or the "
-                "collator draws random numbers, too; give the generator to its sampler alone"
-            )
-        if self._draws is None:
-            tell(
-                "train_dataset or data_collator draws random numbers: with samples of a stream they follow from the "
-                "seed and the place of a batch, the same under every plan, and are not those of one transformers "
-                "process"
-            )
-            return data
-        self._draws.follow(data if workers is None else None, self._of_rank_0(data.generators.states))
-        data = replace(data, draws=self._draws)
-        if resume_from_checkpoint is not None:
-            folder, step = Path(resume_from_checkpoint), self.state.global_step
-            found = of_rank_0(lambda: read_draws(folder), "to read where generators were")
-            if found is None:
-                tell(f"{folder} does not say where generators were: what the data draw begins anew, from the seed")
-            self._draws.go_on(step, found)
-        return data
-
-    def _any_rank(self, found: bool) -> bool:
-        return bool(of_all_ranks([int(found)], torch.int64).any())
-
-    def _padding(self, length: int | None) -> Padding | None:
-        if length is None:
-            return None
-        found = padding_of(length, self.model, self._tokenizer(), is_found=self.args.sequence_length is None)
-        return replace(found, needs_mask=self._needs_mask)
-
-    def _find_padding(self, loader: Any, order: TrainOrder | InOrder | Stream) -> None:
-        """Find whether samples of ``loader`` that have no attention_mask can be padded; all ranks must call it."""
-        if (length := self.args.sequence_length or self._length) is None:
-            return
-        padding, data = padding_of(length, self.model, self._tokenizer()), self._collated(loader, order)
-        self._needs_mask = of_rank_0(
-            lambda: needs_mask(self.model, self.compute_loss, data, padding),
-            "to find whether padding counts",
-        )
-
-    def _of_micro_batches(self, lengths: np.ndarray, max_steps: int) -> np.ndarray | None:
-        """The tokens of the longest sample in each micro-batch of the first epoch, or of as much as tells them all.
-
-        None unless all ranks have the same order of samples, so that they know the lengths of each other's messages.
-        """
-        assert isinstance(self._order, TrainOrder)
-        size, looked_at = self._pipeline.batch.micro_batch_size, min(max_steps, 1000)
-        digest, longest = xxh3_64(), list[int]()
-        for step in range(self._updates_per_epoch if self._order.is_known else 0):
-            samples = np.asarray(self._order.of(step), dtype=np.int64)
-            digest.update(samples.tobytes())
-            if step < looked_at:
-                longest += [lengths[samples[first : first + size]].max() for first in range(0, len(samples), size)]
-        mine = digest.intdigest() >> 2 if longest else 0
-        found = of_all_ranks([mine], torch.int64)
-        return np.array(longest) if mine and bool((found == mine).all()) else None
-
-    def _find_length(self, loaders: Sequence[Any]) -> np.ndarray | None:
-        """Let samples be padded to the longest of all ``loaders``, if they differ in length; all ranks must call it.
-
-        Returns the lengths of the samples of the first, if they are known.
-        """
-        if self.args.sequence_length is not None:
-            return None
-        padding = padding_of(0, self.model, self._tokenizer())
-        of_stream: list[np.ndarray | None] = []
-        if is_stream(loaders[0].dataset):
-            found = length_of_stream(self._collated(loaders[0], self._order), padding)
-            of_stream, loaders = [None if found is None else np.array([found])], loaders[1:]
-
-        def lengths() -> tuple[int | None, np.ndarray | None]:
-            plain = (replace(self._collated(each, InOrder(0, 1)), padding=None) for each in loaders)
-            of_all = [*of_stream, *(lengths_of(data, padding) for data in plain)]
-            known = [each for each in of_all if each is not None]
-            if len(known) < len(of_all) or len({int(end) for each in known for end in (each.min(), each.max())}) == 1:
-                return None, None
-            return max(int(each.max()) for each in known), None if of_stream else known[0]
-
-        longest, first = of_rank_0(lengths, "to find how long samples are")
-        if longest is not None and longest > (self._length or 0):
-            self._length = longest
-        return first
-
-    @property
-    def _main_input(self) -> str:
-        return getattr(self.model, "main_input_name", "input_ids")
 
     def _start_again(self) -> None:
         """Go on with the model as a callback has changed it, after the steps so far."""
@@ -822,15 +542,15 @@ class Trainer(transformers.Trainer):
                     self._pipeline.build, data.shapes, data.label_names, device=self.args.device.type
                 )
             self._stands_in = bool(labels)
+            start = partial(
+                self._pipeline.start,
+                iterations=iterations,
+                optimizer=self.optimizer if self.is_in_train else self._pipeline.learnt_by,
+                checkpoints=checkpoints,
+            )
             if self._stands_in:
-                return self._pipeline.start(
-                    replace(data, shapes={**data.shapes, **labels}),
-                    iterations,
-                    optimizer=self._pipeline.learnt_by,
-                    loss_mean="micro-batches",
-                    gets_items=False,
-                    checkpoints=checkpoints,
-                )
+                shapes = {**data.shapes, **labels}
+                return start(replace(data, shapes=shapes), loss_mean="micro-batches", gets_items=False)
             takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
             gives_items = takes_items and "labels" in data.shapes and not self.args.loss_mean
             loss_mean = self.args.loss_mean or loss_mean_of(
@@ -844,15 +564,9 @@ class Trainer(transformers.Trainer):
             if self.is_in_train and self._frozen and self._made_of[0] is self.optimizer:
                 decayed = self.get_decay_parameter_names(self.model)
                 take_thawed(self.optimizer, self.model, self._frozen, decayed)
-            return self._pipeline.start(
-                replace(data, first_item=self._first_item),
-                iterations,
-                optimizer=self.optimizer if self.is_in_train else self._pipeline.learnt_by,
-                loss_mean=loss_mean,
-                gets_items=gives_items and loss_mean != "items",  # there the model divides, as the data says
-                checkpoints=checkpoints,
-                goes_on=goes_on,
-            )
+            gets_items = gives_items and loss_mean != "items"  # there the model divides, as the data says
+            data = replace(data, first_item=self._first_item)
+            return start(data, loss_mean=loss_mean, gets_items=gets_items, goes_on=goes_on)
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -880,7 +594,7 @@ class Trainer(transformers.Trainer):
         self._check_loader_of_evaluation(dataloader, "get_test_dataloader" if predicts else "get_eval_dataloader")
         args, samples = self.args, samples_of(dataloader.batch_sampler)
         check_attributes(self, self._made_with)
-        data = self._evaluation_data(dataloader)
+        data = self._samples.of_evaluation(dataloader)
         needs_labels = self._stands_in and not data.lacks_labels
         is_other = self._pipeline.is_outdated or needs_labels or self._pipeline.has_other_shapes(data.shapes)
         if self._pipeline.training is None or (not self.is_in_train and is_other):
@@ -890,7 +604,7 @@ class Trainer(transformers.Trainer):
         else:
             self._pipeline.scatter()
         self._pipeline.use_weights(evaluation=True)
-        data = self._evaluation_in_sequence(data)
+        data = self._sequence.evaluation(data, args, self.state.global_step if self.is_in_train else None)
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         evaluation = self._evaluation_of(data, loss_only=loss_only, ignored=ignore_keys)
         looks = any(map(may_look, (self.compute_metrics, self.preprocess_logits_for_metrics)))
@@ -903,13 +617,13 @@ class Trainer(transformers.Trainer):
                 args,
                 evaluation,
                 preprocess=self.preprocess_logits_for_metrics,
-                main_input=self._main_input if "inputs" in args.include_for_metrics else None,
+                main_input=self._samples.main_input if "inputs" in args.include_for_metrics else None,
             )
         finally:
             if data.ahead is not None:
                 data.ahead.end()
         if not self.is_in_train and isinstance(data.draws, EvaluationDraws):
-            self._go_on_from(data.draws.end)
+            self._sequence.go_on_from(data.draws.end)
         self.callback_handler.eval_dataloader = dataloader
         for _ in range(-(-samples // args.per_device_eval_batch_size)):
             self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
@@ -924,57 +638,6 @@ class Trainer(transformers.Trainer):
         return EvalLoopOutput(
             predictions=result.predictions, label_ids=result.label_ids, metrics=metrics, num_samples=samples
         )
-
-    def _evaluation_data(self, loader: Any) -> CollatedData:
-        samples = samples_of(loader.batch_sampler)
-        if not samples:
-            raise InputError(
-                "Trainer: the dataset of an evaluation has no samples, or with dataloader_drop_last no whole batch; "
-                "give it some, or leave it out"
-            )
-        positions = positions_of(loader.batch_sampler.sampler)
-        order = InOrder(samples, self._pipeline.batch.global_batch, positions=positions)
-        if not self.is_in_train:
-            self._find_length([loader])
-            self._find_padding(loader, order)
-        data = self._collated(loader, order).with_shapes()
-        if self.is_in_train:
-            check_constants(data.constants, self._pipeline.constants, "in the training it is")
-        self._pipeline.call_with(data.constants)
-        return data
-
-    def _evaluation_in_sequence(self, data: CollatedData) -> CollatedData:
-        """``data`` of an evaluation that begins now, with their draws, if they draw and can be read so."""
-        draws, size = self._draws, self.args.per_device_eval_batch_size
-        workers, is_drawn = data.workers, self._any_rank(data.found.draws)
-        if workers is not None:
-            check_persistent(workers, draws=is_drawn)
-        if is_drawn:
-            self._generators[False] = data.generators
-        elif workers is not None:
-            data = replace(data, ahead=PlacedAhead(workers))
-
-        def drawn_by(draws: EvaluationDraws) -> CollatedData:
-            ahead = None if workers is None else EvaluationAhead(draws.begin, size, workers)
-            return replace(data, draws=draws, ahead=ahead)
-
-        own = data if workers is None and is_drawn else None  # None: this process draws nothing
-        if self.is_in_train and draws is not None:
-            if is_drawn or draws.is_on:
-                self._read_anew()
-            elif self.args.device.type == "cpu" and isinstance(self._order, TrainOrder):
-                self._order.note_evaluation()  # on a GPU, threads of ranks may have drawn the next epoch
-            draws.is_on = draws.is_on or is_drawn
-            made = draws.evaluate(own, self.state.global_step, size)
-            return drawn_by(made) if is_drawn else data
-        if self.is_in_train:
-            return data
-        if not is_drawn:
-            with LOCK:
-                draw_seed_of_workers()
-            return data
-        states = self._of_rank_0(data.generators.states)
-        return drawn_by(EvaluationDraws(own, size, lambda: states))
 
     def _evaluation_of(
         self, data: CollatedData, *, loss_only: bool, ignored: Sequence[str] | None = None
@@ -994,10 +657,10 @@ class Trainer(transformers.Trainer):
             return {}
         names = self.eval_dataset.keys() if isinstance(self.eval_dataset, dict) else [""]
         with PROCESS.at(PROCESS.states()):  # a script's own method may draw a subset
-            found = {name: self.get_eval_dataloader(name or None) for name in names}
-        for loader in found.values():
+            loaders = {name: self.get_eval_dataloader(name or None) for name in names}
+        for loader in loaders.values():
             self._check_loader_of_evaluation(loader, "get_eval_dataloader")
-        return found
+        return loaders
 
     def _check_loader_of_evaluation(self, loader: Any, method: str) -> None:
         """Raise InputError if ``method`` is the script's, and returned what a pipeline cannot read."""
@@ -1009,32 +672,17 @@ class Trainer(transformers.Trainer):
         """Raise the errors of the evaluations that the training will run, before its first iteration."""
         loss_only = self.compute_metrics is None or self.args.prediction_loss_only
         for name, loader in self._loaders_of_evaluations().items():
-            data = self._evaluation_data(loader)
+            data = self._samples.of_evaluation(loader)
             check_same_data(data, f"eval_dataset{f'[{name!r}]' * bool(name)}")
             self._evaluation_of(data, loss_only=loss_only)
-            check_samples(data, self._main_input)
+            check_samples(data, self._samples.main_input)
 
     def _check_reads(self, data: CollatedData) -> None:
         """Raise InputError if the script's code names an attribute that the model's forward sets."""
         kept = kept_by_forward(self._pipeline.build, data.shapes, device=self.args.device.type)
-        readers = [one for one in self.callback_handler.callbacks if is_users(one)]
-        readers += [*self._own_methods(), self.compute_metrics, self.preprocess_logits_for_metrics]
-        for reader in readers if kept else ():
-            for name in sorted(kept & words_of(reader)):
-                who = getattr(reader, "__name__", type(reader).__name__)
-                raise InputError(
-                    f"Trainer: {who} names {name}, an attribute that the model's forward sets: that runs in the stages "
-                    "of the pipeline, and a script does not see it; return it from the forward, as an output"
-                )
-
-    def _own_methods(self) -> list[Any]:
-        """What classes of the script add to the Trainer and what runs between steps."""
-        return [
-            value
-            for kind in type(self).__mro__
-            for name, value in vars(kind).items()
-            if is_of_user(kind) and name not in _BEFORE_STEPS
-        ]
+        callbacks = filter(is_users, self.callback_handler.callbacks)
+        others = (self.compute_metrics, self.preprocess_logits_for_metrics)
+        check_names_none(kept, [*callbacks, *own_methods(type(self)), *others])
 
     # Between this rank and the others
 
@@ -1045,63 +693,3 @@ class Trainer(transformers.Trainer):
             return
         for _ in range(self.current_gradient_accumulation_steps):
             self._tr_loss += self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
-
-    def _flos_of_one(self, inputs: Mapping[str, InputSpec]) -> int:
-        """FLOPs that transformers counts for a sample."""
-        batch = {name: torch.empty(1, *spec.shape, device="meta") for name, spec in inputs.items()}
-        return int(self.floating_point_ops(batch))
-
-    def _tokenizer(self) -> Any:
-        given = self.processing_class
-        return given if given is not None else getattr(self.data_collator, "tokenizer", None)
-
-    def _find_callbacks_of_ranks(self) -> None:
-        """Find out whether all ranks have the same callbacks, none of the user's, which decide alike on all ranks, and
-        before which events any rank's callbacks need the weights."""
-        handler = PipelineCallbacks(self.callback_handler, self._pipeline, self._start_again)
-        callbacks = handler.callbacks
-        mine = (
-            list(map(name_of, callbacks)),
-            any(map(is_users, callbacks)),
-            any(map(may_look, self._own_methods())),  # such as a method log()
-            events_with_weights(callbacks),
-            events_with_changes(callbacks),
-        )
-        of_ranks = [mine] * self.args.world_size
-        with waiting_for("the names of the other ranks' callbacks"):
-            dist.all_gather_object(of_ranks, mine)
-        schedules = self._created_lr_scheduler and type(self).create_scheduler is transformers.Trainer.create_scheduler
-        self._ranks_agree = schedules and all(names == mine[0] and not users for names, users, *_ in of_ranks)
-        self._looks = any(looks for _, _, looks, *_ in of_ranks)
-        handler.with_weights = set().union(*(events for *_, events, _ in of_ranks))
-        handler.followed = set().union(*(events for *_, events in of_ranks))
-        self.callback_handler = handler
-
-    def _agree(self) -> None:
-        """Give all ranks the flags that the user's callbacks have set on any of them.
-
-        Raises InputError unless all have the same numbers in the groups of the optimizer, and read the same values.
-        """
-        if self._ranks_agree:
-            return
-        numbers, place = (
-            xxh3_64_intdigest(repr(each).encode()) >> 2
-            for each in (numbers_of(self.optimizer), self._pipeline.value_changed)
-        )
-        alike = [numbers, -numbers, place, -place]  # the largest of each pair differ only by their signs
-        flags = torch.tensor([*(int(getattr(self.control, name)) for name in _FLAGS), *alike])
-        with waiting_for("the callbacks of the other ranks"):
-            dist.all_reduce(flags, dist.ReduceOp.MAX)
-        *of_flags, numbers, lowest_numbers, place, lowest_place = flags.tolist()
-        if place != -lowest_place:
-            raise InputError(
-                f"Trainer: {self._pipeline.value_changed or 'something on another rank'} has changed, and the code of "
-                "the model or its loss may read it, but not on all ranks; change it alike on all ranks"
-            )
-        if numbers != -lowest_numbers:
-            raise InputError(
-                "Trainer.optimizer: the ranks have other numbers in its groups, such as a learning rate; set them "
-                "alike on all ranks, from nothing that differs between them"
-            )
-        for name, value in zip(_FLAGS, of_flags, strict=True):
-            setattr(self.control, name, bool(value))

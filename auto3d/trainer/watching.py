@@ -1,4 +1,4 @@
-"""The ranks watch each other's reads while a Trainer trains, as those of `auto3d train` do."""
+"""The ranks watch each other's reads while a Trainer trains, as the ranks of `auto3d train` do."""
 
 from auto3d.plan import Plan
 from auto3d.runtime.training import Training

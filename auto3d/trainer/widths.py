@@ -24,7 +24,7 @@ class Widths:
 
     batches: Sequence[tuple[int, int]]  # tokens of each batch: of the main input, and of a decoder's
     of_decoder: Mapping[str, bool]
-    """Outputs and inputs whose first dimension after that of samples has the length of the main input, or of a
+    """Outputs and inputs whose first dimension after the samples' has the length of the main input, or of a
     decoder's."""
     left: bool  # whether padding comes before the tokens
 
@@ -41,12 +41,12 @@ def widths_of(data: CollatedData, batch: int) -> list[tuple[int, int]]:
     """The tokens of each ``batch`` samples of ``data`` as its collator pads them: of the main input, of a decoder's."""
     assert data.padding is not None
     assert isinstance(data.order, InOrder)
-    plain, padding, found = replace(data, padding=None), data.padding, []
+    plain, padding, widths = replace(data, padding=None), data.padding, []
     for first in range(0, data.order.samples, batch):
         made = plain.collated(data.order.between(first, first + batch), [first // batch, 0])
         decoder = [made[name].shape[1] for name in padding.decoder if name in made and made[name].dim() == 2]
-        found.append((made[padding.main].shape[-1], max(decoder, default=0)))
-    return found
+        widths.append((made[padding.main].shape[-1], max(decoder, default=0)))
+    return widths
 
 
 def lengthened(
@@ -62,18 +62,18 @@ def lengthened(
     def shapes(of: Mapping[str, InputSpec]) -> dict[str, torch.Size]:
         return {name: value.shape for name, value in outputs_of(run_without_values(model, of)).items()}
 
-    found: dict[str, bool] = {}
+    of_decoders: dict[str, bool] = {}
     with suppress(Exception):  # what a model cannot do with fewer tokens, it does with as many only
         whole = shapes(inputs)
         for of_decoder in (False, True):
             shorter = padding.shapes_at(padding.length - 1, inputs, decoder=of_decoder)
-            found |= {
+            of_decoders |= {
                 name: of_decoder for name, spec in inputs.items() if spec != shorter[name] and len(spec.shape) == 1
             }
             with suppress(Exception):
-                found |= {
+                of_decoders |= {
                     name: of_decoder
                     for name, shape in shapes(shorter).items()
                     if shorter != inputs and shape[1:2] != whole[name][1:2]
                 }
-    return found
+    return of_decoders

@@ -207,7 +207,7 @@ class Passes:
             while self._next <= number:
                 self._kept[self._next] = next(self._reads)
                 self._next += 1
-            self._kept = {each: read for each, read in self._kept.items() if each >= number - keep}
+            self._kept = {place: read for place, read in self._kept.items() if place >= number - keep}
             return self._kept[number]
 
     def forget(self) -> None:
@@ -255,9 +255,9 @@ class _Tasks(Dataset[Any]):
 
 
 def _watch(reads: "weakref.ref[ReadAhead]", has_ended: threading.Event) -> None:
-    while not has_ended.wait(SLOW_S / 4) and (found := reads()) is not None:
-        found.tell_if_slow()
-        del found
+    while not has_ended.wait(SLOW_S / 4) and (reader := reads()) is not None:
+        reader.tell_if_slow()
+        del reader
 
 
 def _named(samples: Sequence[int]) -> str:

@@ -147,7 +147,6 @@ IN_TWO_ROOMS = {  # names of functions that two rooms give to others; this list 
     "items_of",
     "measure",
     "metrics_of",
-    "name_of",
     "numbers_of",
     "optimizer_settings",
     "parameters_of",
