@@ -335,6 +335,7 @@ LOW_PRECISION = {  # name -> (model, precision), for models that are trained und
     for model in (
         *("gpt2", "gpt2-dropout", "llama", "t5", "bert", "vit", "resnet-transformers", "residual", "averaging"),
         *("gpt2-wide", "bert-wide", "llama-wide"),
+        *("gpt2-4-heads", "bert-4-heads", "t5-4-heads", "llama-grouped-query"),
     )
 }
 TRAINED |= {name: TRAINED[model] for name, (model, _) in LOW_PRECISION.items()}

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from auto3d.capture.describe import is_random
 from auto3d.capture.model import CapturedModel
-from auto3d.capture.shard import Shard
+from auto3d.capture.shard import Shard, joined
 from auto3d.capture.skeleton import seed_all
 from auto3d.cluster import place_ranks
 from auto3d.data import Batches, TrainingData
@@ -217,9 +217,19 @@ def plain_pytorch(
 
 
 def parameters_after(ranks: list[dict]) -> list[dict[str, np.ndarray]]:
-    """All parameters after each iteration, from ranks that hold whole ones."""
-    histories = zip(*(rank["history"] for rank in ranks), strict=True)
-    return [{name: value for step in steps for name, value in step["parameters"].items()} for steps in histories]
+    """All parameters after each iteration, whole."""
+    shards = {name: shard for rank in ranks for name, shard in rank["shards"].items()}
+    after = []
+    for steps in zip(*(rank["history"] for rank in ranks), strict=True):
+        parts: dict[str, dict[int, torch.Tensor]] = {}
+        for rank, step in zip(ranks, steps, strict=True):
+            for name, value in step["parameters"].items():
+                number = rank["shards"][name].shard if name in shards else 0
+                parts.setdefault(name, {})[number] = torch.from_numpy(value)
+        ordered = {name: [of[number] for number in sorted(of)] for name, of in parts.items()}
+        whole = {name: joined(of, shards[name].split) if name in shards else of[0] for name, of in ordered.items()}
+        after.append({name: tensor.numpy() for name, tensor in whole.items()})
+    return after
 
 
 def _plain_pytorch(

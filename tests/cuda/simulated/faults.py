@@ -22,6 +22,7 @@ from auto3d.schedule.program import Message
 RECEIVE = Exchange.receive
 RUN, FORWARD = Executor.run, Executor._forward
 HOST_READ = "called a synchronizing CUDA operation"  # in torch's error
+OTHER_CONTEXT = "has a context on the GPUs of other ranks:"
 
 
 def _in_mode(function: Callable[..., Any], mode: str) -> Callable[..., Any]:
@@ -80,6 +81,10 @@ def without_event(self: Any, tensors: dict[str, torch.Tensor]) -> tuple[dict[str
     return {name: tensor.to(self._device, non_blocking=True) for name, tensor in tensors.items()}, NothingPending()
 
 
+def begin_on_first_device(self: Any) -> None:
+    """``CudaPinnedMemory.begin_thread`` that leaves the thread the device of every new thread, GPU 0."""
+
+
 # What is planted -> the class, its method, what it is replaced by, and a case of parity.py that must come out wrong.
 IN_THE_ENGINE: dict[str, tuple[type, str, Callable[..., Any], str]] = {
     "no event between a message and its use": (Exchange, "receive", message_without_waiting, "1f1b"),
@@ -91,6 +96,7 @@ IN_THE_ENGINE: dict[str, tuple[type, str, Callable[..., Any], str]] = {
         without_event,
         "one rank",
     ),
+    "a thread without a device of its own": (CudaPinnedMemory, "begin_thread", begin_on_first_device, "data"),
 }
 
 
