@@ -4,6 +4,7 @@ Where data draw nothing, a rank's workers read its own micro-batches. Where they
 rank has batch ``i`` of all pipelines, with the generators that it has in one transformers process.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any, Protocol
@@ -12,8 +13,8 @@ import numpy as np
 import torch
 
 from auto3d.data import BatchSlice
-from auto3d.trainer.draws import Batch, TrainingDraws, cut_from_batches
-from auto3d.trainer.generators import LOCK, Generators, States
+from auto3d.trainer.draws import Batch, DrawnData, TrainingDraws, cut_from_batches
+from auto3d.trainer.generators import LOCK, States
 from auto3d.trainer.rank_zero import tell
 from auto3d.trainer.workers import Passes, ReadAhead, Task, Workers
 
@@ -21,19 +22,11 @@ Read = tuple[Batch, np.ndarray | None]
 """A padded batch, and the fingerprints of its samples; None where data draw, of which processes compare other draws."""
 
 
-class AheadData(Protocol):
+class AheadData(DrawnData, Protocol):
     """Data that workers read; a CollatedData is one."""
 
     @property
     def dataset(self) -> Any: ...
-
-    @property
-    def generators(self) -> Generators: ...
-
-    @property
-    def order(self) -> Any: ...
-
-    def collate_now(self, samples: Sequence[int]) -> Batch: ...
 
     def padded(self, batch: Batch, length: int | None = None) -> Batch: ...
 
@@ -42,24 +35,27 @@ class AheadData(Protocol):
     def length_at(self, iteration: int, index: int) -> int | None: ...
 
 
-class Ahead(Protocol):
+class Ahead(ABC):
     """Micro-batches that worker processes read ahead."""
 
+    def __init__(self, workers: Workers) -> None:
+        self._workers, self._passes = workers, Passes()
+
+    @abstractmethod
     def read(self, data: AheadData, part: BatchSlice, iteration: int, index: int) -> Read:
         """Micro-batch ``index`` of the global batch, which has samples; one that the rank runs, unless data draw."""
 
     def read_anew(self, iteration: int) -> None:
         """Forget what was read for ``iteration`` and later, before which something else comes."""
+        self._passes.forget()
 
     def end(self) -> None:
         """End the workers."""
+        self._passes.end()
 
 
-class PlacedAhead:
+class PlacedAhead(Ahead):
     """The micro-batches that a rank runs. What a batch draws follows from its place."""
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers, self._passes = workers, Passes()
 
     def read(self, data: AheadData, part: BatchSlice, iteration: int, index: int) -> Read:
         own, size, (epoch, place) = part.micro_batches, part.micro_batch_size, data.order.place(iteration)
@@ -87,18 +83,13 @@ class PlacedAhead:
         read: Read = self._passes.get(key, number, start, keep=len(own))
         return read
 
-    def read_anew(self, iteration: int) -> None:
-        self._passes.forget()
 
-    def end(self) -> None:
-        self._passes.end()
-
-
-class TrainingAhead:
+class TrainingAhead(Ahead):
     """The batches of a training whose data draw, in the states of ``draws``."""
 
     def __init__(self, draws: TrainingDraws, workers: Workers) -> None:
-        self._draws, self._workers, self._passes = draws, workers, Passes()
+        super().__init__(workers)
+        self._draws = draws
         self._begun: tuple[int, States] | None = None  # first iteration of the epoch, and the states before it
 
     def read(self, data: AheadData, part: BatchSlice, iteration: int, index: int) -> Read:
@@ -126,15 +117,13 @@ class TrainingAhead:
             self._begun = None
             self._passes.forget()
 
-    def end(self) -> None:
-        self._passes.end()
 
-
-class EvaluationAhead:
+class EvaluationAhead(Ahead):
     """The batches of an evaluation whose data draw, of ``size`` samples, in the states that ``begin`` gives."""
 
     def __init__(self, begin: Callable[[], States], size: int, workers: Workers) -> None:
-        self._begin, self._size, self._workers, self._passes = begin, size, workers, Passes()
+        super().__init__(workers)
+        self._begin, self._size = begin, size
 
     def read(self, data: AheadData, part: BatchSlice, iteration: int, index: int) -> Read:
         order, size = data.order, self._size
@@ -156,9 +145,6 @@ class EvaluationAhead:
 
     def read_anew(self, iteration: int) -> None:
         """Nothing: nothing comes between the batches of an evaluation."""
-
-    def end(self) -> None:
-        self._passes.end()
 
 
 def _started(data: AheadData, states: States, tasks: Iterable[Task], workers: Workers) -> ReadAhead:

@@ -31,8 +31,7 @@ class TrainingArguments(transformers.TrainingArguments):
     """
 
     sequence_length: int | None = field(
-        default=None,
-        metadata={"help": "Tokens to which every sample is padded; needed if samples differ in length."},
+        default=None, metadata={"help": "Tokens to which every sample is padded; needed if samples differ in length."}
     )
     threads_per_rank: int | None = field(
         default=None, metadata={"help": "Threads with which a CPU rank computes; default: those that torch has."}

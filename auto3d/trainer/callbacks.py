@@ -41,17 +41,8 @@ def is_users(callback: Any) -> bool:
     return not name_of(callback).startswith(_OURS)
 
 
-def events_with_weights(callbacks: Iterable[Any]) -> set[str]:
-    """The events of the user's ``callbacks`` that may look at the model: they hold it, or their code names it."""
-    return _events_of(callbacks, {*OF_MODEL})
-
-
-def events_with_changes(callbacks: Iterable[Any]) -> set[str]:
-    """The events of the user's ``callbacks`` that may change what is trained, and how."""
-    return _events_of(callbacks, _OF_ALL)
-
-
-def _events_of(callbacks: Iterable[Any], words: set[str]) -> set[str]:
+def events_with_weights(callbacks: Iterable[Any], words: Iterable[str] = OF_MODEL) -> set[str]:
+    """The events of the user's ``callbacks`` that may look at a model: they hold it, or their code names ``words``."""
     return {
         event
         for callback in callbacks
@@ -87,17 +78,15 @@ class PipelineCallbacks(CallbackHandler):
         self.any_looks = False  # whether a method of the script may look at the model, on any rank
 
     def compare(self, methods: Iterable[Any], *, schedules: bool) -> None:
-        """Find out whether all ranks have the same callbacks, none of the user's, which decide alike on all ranks, and
-        before which events any rank's callbacks need the weights.
-
-        ``methods`` are the script's own, such as log(). Ranks that have no schedule of transformers' may differ.
+        """Find out whether all ranks have the same callbacks, none of the user's, which decide alike on all ranks if
+        transformers ``schedules``; before which events they need the weights, and whether the script's ``methods`` do.
         """
         mine = (
             list(map(name_of, self.callbacks)),
             any(map(is_users, self.callbacks)),
             any(map(may_look, methods)),
             events_with_weights(self.callbacks),
-            events_with_changes(self.callbacks),
+            events_with_weights(self.callbacks, _OF_ALL),  # or may change what is trained, and how
         )
         of_ranks = [mine] * dist.get_world_size()
         with waiting_for("the names of the other ranks' callbacks"):

@@ -280,8 +280,7 @@ def metrics_of(
         batch = args.per_device_eval_batch_size if args.batch_eval_metrics else None
         given = losses.astype(np.float32) if losses is not None and "loss" in args.include_for_metrics else None
         metrics = of_rank_0(
-            lambda: denumpify_detensorize(_computed(compute, result, batch, given)),
-            "to compute the metrics",
+            lambda: denumpify_detensorize(_computed(compute, result, batch, given)), "to compute the metrics"
         )
     # In the order of transformers, where a loss of the script's replaces the mean one.
     named = {name: value for name, value in metrics.items() if name.startswith(prefix)}

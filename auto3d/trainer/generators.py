@@ -25,18 +25,8 @@ LOCK = RLock()
 """Held while samples are read: a thread reads ahead, and all share the generators of the process."""
 
 _PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bytearray,
-    type(None),
-    np.ndarray,
-    np.generic,
-    torch.Tensor,
-    ModuleType,
+    *(bool, int, float, complex, str, bytes, bytearray, type(None)),
+    *(np.ndarray, np.generic, torch.Tensor, ModuleType),
 )
 _KINDS = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 _DEEPEST = 8  # most attributes and containers on the way to a generator

@@ -116,12 +116,11 @@ class LoadedSamples:
         data = replace(self._collated(loader, order), missing=missing).with_shapes()
         self._pipeline.call_with(data.constants)
         check_same_data(data, "train_dataset")
-        longest = None
         if lengths is not None and self._length is not None and isinstance(order, TrainOrder):
             longest = self._of_micro_batches(order, lengths, max_steps)
-        if longest is not None and self._length is not None:
-            captured = lengths_to_capture(longest, self._length)[:-1]
-            data = replace(data, sample_lengths=lengths, captured_lengths=captured)
+            if longest is not None:
+                captured = lengths_to_capture(longest, self._length)[:-1]
+                data = replace(data, sample_lengths=lengths, captured_lengths=captured)
         check_samples(data, self.main_input)
         check = partial(check_padding, self._trainer.model, self._trainer.compute_loss, data, self.main_input)
         of_rank_0(check, "to compare a loss with and without padding")
@@ -135,8 +134,8 @@ class LoadedSamples:
                 "Trainer: the dataset of an evaluation has no samples, or with dataloader_drop_last no whole batch; "
                 "give it some, or leave it out"
             )
-        positions = positions_of(loader.batch_sampler.sampler)
-        order = InOrder(samples, self._pipeline.batch.global_batch, positions=positions)
+        sampler, global_batch = loader.batch_sampler.sampler, self._pipeline.batch.global_batch
+        order = InOrder(samples, global_batch, positions=positions_of(sampler))
         if not self._trainer.is_in_train:
             self._find_length([loader], order)
             self._find_padding(loader, order)
@@ -153,6 +152,12 @@ class LoadedSamples:
                     f"Trainer: {name} uses the model, whose weights are in the pipeline while samples are read; "
                     "compute in the model's forward what needs them, or give it a copy of the model"
                 )
+        collator = getattr(loader.collate_fn, "data_collator", loader.collate_fn)  # transformers may have wrapped it
+        if is_stream(loader.dataset):  # it is read under a lock of its own
+            generators = Generators(nullcontext(), data_collator=collator)
+        else:
+            use = "train" if isinstance(order, TrainOrder) else "eval"
+            generators = Generators(data_collator=collator, **{f"{use}_dataset": loader.dataset})
         return CollatedData(
             dataset=order if isinstance(order, Stream) else loader.dataset,
             collate=loader.collate_fn,
@@ -162,16 +167,9 @@ class LoadedSamples:
             label_names=tuple(self._trainer.label_names),
             returns_loss=self._trainer.can_return_loss,
             limits=limits_of(self._trainer.model, self.main_input, self._trainer.label_names),
-            generators=self._generators_of(loader, "train" if isinstance(order, TrainOrder) else "eval"),
+            generators=generators,
             workers=Workers.of(loader),
         )
-
-    def _generators_of(self, loader: Any, use: str) -> Generators:
-        """The generators from which the loader's dataset and its collator may draw."""
-        collator = getattr(loader.collate_fn, "data_collator", loader.collate_fn)  # transformers may have wrapped it
-        if is_stream(loader.dataset):  # it is read under a lock of its own
-            return Generators(nullcontext(), data_collator=collator)
-        return Generators(data_collator=collator, **{f"{use}_dataset": loader.dataset})
 
     def _padding(self, length: int | None) -> Padding | None:
         if length is None:

@@ -18,9 +18,8 @@ from auto3d.runtime.waiting import waiting_for
 PRODUCT = {"cpu": 1024, "cuda": 8192}  # rows and columns of the timed product
 COPIED_BYTES = {"cpu": 2**26, "cuda": 2**30}  # size of the timed copy
 ROUNDS = 4  # the fastest counts, because other programs only add time
-USABLE = (
-    0.9  # part of a device's memory that a process may fill; the CUDA context, NCCL or other programs have the rest
-)
+USABLE = 0.9
+"""Part of a device's memory that a process may fill; the CUDA context, NCCL or other programs have the rest."""
 
 
 def machine(world: World, device: torch.device) -> Cluster:

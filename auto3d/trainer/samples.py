@@ -568,14 +568,11 @@ def check_shapes(batch: Mapping[str, torch.Tensor], shapes: Mapping[str, InputSp
                 "each: leave out of the dataset what the collator drops"
             )
         if shape != wanted or batch[name].dtype != spec.dtype:
+            advice = "if samples differ in length, give TrainingArguments.sequence_length"
             raise InputError(
                 f"data_collator: {name} has shape {list(shape)} and type {batch[name].dtype}; the first batch says "
                 f"{list(wanted)} and {spec.dtype}; "
-                + (
-                    "let all samples have one size"
-                    if spec.dtype.is_floating_point
-                    else "if samples differ in length, give TrainingArguments.sequence_length"
-                )
+                f"{'let all samples have one size' if spec.dtype.is_floating_point else advice}"
             )
 
 

@@ -30,22 +30,19 @@ class InSequence:
         self._pipeline = pipeline
         self._draws: TrainingDraws | None = None  # draws of the training, unless its samples are a stream
         self._ahead: Ahead | None = None  # batches of the training that worker processes read
-        self._generators: dict[bool, Generators] = {}  # True: of the training's data, if they draw; False: of the last
-        # evaluation's
+        self._generators: dict[bool, Generators] = {}  # True: of a training that draws; False: of an evaluation
 
-    def begin(self, loader: Any, args: TrainingArguments, *, updates_per_epoch: int) -> None:
-        """Find the order of the samples of ``loader``, which are to be trained."""
+    def begin(self, loader: Any, args: TrainingArguments, updates: int) -> None:
+        """Find the order of the samples of ``loader``, which are to be trained in so many ``updates`` an epoch."""
         global_batch = self._pipeline.batch.global_batch
         self._draws = None
         if is_stream(loader.dataset):
             self.order = Stream(loader.dataset, global_batch=global_batch, seed=args.seed, tell=tell)
             return
         states = of_rank_0(PROCESS.states, "to say from where it draws the order")
-        self.order = order = TrainOrder(
-            loader, global_batch=global_batch, iterations_per_epoch=updates_per_epoch, state=states.torch
-        )
+        order = TrainOrder(loader, global_batch=global_batch, iterations_per_epoch=updates, state=states.torch)
         # accelerate's loader, which transformers makes, reads a batch ahead
-        self._draws = TrainingDraws(order, states, reads_ahead=isinstance(loader, DataLoaderShard))
+        self.order, self._draws = order, TrainingDraws(order, states, reads_ahead=isinstance(loader, DataLoaderShard))
 
     def training(
         self, data: CollatedData, *, generator: torch.Generator | None, folder: Path | None, step: int

@@ -43,6 +43,9 @@ _DDP = Refused("gradients are summed by auto3d's own buckets")
 _SHARDS = Refused("auto3d.init(dp=, tp=, pp=, shard_optimizer=True) says how the model is divided")
 _LOADER = WithoutEffect("batches come in order, and a GPU's rank reads ahead into pinned memory in a thread")
 _CHECKPOINTING = Honoured()
+_RECOMPUTED = Refused(
+    "auto3d.init(recompute=) says how much of a stage is recomputed", (None, {}, {"use_reentrant": False})
+)
 _FULL_EVAL = Refused("evaluation runs in the precision of the training")
 
 ARGUMENTS: Mapping[str, Decision] = {
@@ -77,13 +80,9 @@ ARGUMENTS: Mapping[str, Decision] = {
     "fp16_full_eval": _FULL_EVAL,
     "tf32": Honoured(),
     "activation_checkpointing": _CHECKPOINTING,  # the same: auto3d.init(recompute="full")
-    "activation_checkpointing_kwargs": Refused(
-        "auto3d.init(recompute=) says how much of a stage is recomputed", (None, {}, {"use_reentrant": False})
-    ),
+    "activation_checkpointing_kwargs": _RECOMPUTED,
     "gradient_checkpointing": _CHECKPOINTING,
-    "gradient_checkpointing_kwargs": Refused(
-        "auto3d.init(recompute=) says how much of a stage is recomputed", (None, {}, {"use_reentrant": False})
-    ),
+    "gradient_checkpointing_kwargs": _RECOMPUTED,
     "torch_compile": Honoured(),
     "torch_compile_backend": Refused("the stages are compiled by inductor", (None, "inductor")),
     "torch_compile_mode": Refused("the stages are compiled in inductor's default mode", (None, "default")),
@@ -188,21 +187,11 @@ ACCELERATOR: Mapping[str, Decision] = {
 }
 """Every field of accelerator_config."""
 
-TRAINER: Mapping[str, Decision] = {
-    "model": Honoured(),
-    "args": Honoured(),
-    "data_collator": Honoured(),
-    "train_dataset": Honoured(),
-    "eval_dataset": Honoured(),
-    "processing_class": Honoured(),
-    "model_init": Refused("pass model="),
-    "compute_loss_func": Honoured(),
-    "compute_metrics": Honoured(),
-    "callbacks": Honoured(),
-    "optimizers": Honoured(),
-    "optimizer_cls_and_kwargs": Honoured(),
-    "preprocess_logits_for_metrics": Honoured(),
-}
+_HONOURED = (
+    *("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_loss_func"),
+    *("compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics"),
+)
+TRAINER: Mapping[str, Decision] = {**dict.fromkeys(_HONOURED, Honoured()), "model_init": Refused("pass model=")}
 """Every argument of Trainer."""
 
 METHODS = frozenset(

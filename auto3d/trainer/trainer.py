@@ -3,7 +3,7 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -97,8 +97,8 @@ class Trainer(transformers.Trainer):
             model = model._orig_mod
         check_arguments(args)
         check_callbacks(callbacks or ())
-        for name, dataset in {"train_dataset": train_dataset, "eval_dataset": eval_dataset}.items():
-            check_readable(dataset, name)
+        check_readable(train_dataset, "train_dataset")
+        check_readable(eval_dataset, "eval_dataset")
         if is_stream(train_dataset):
             check_stream(train_dataset, args)
         self._pipeline = Pipeline(model, args)
@@ -119,8 +119,7 @@ class Trainer(transformers.Trainer):
             "compute_loss_func": compute_loss_func is not None,
             SMOOTHING: self.label_smoother is not None,  # transformers smooths no labels of several classes at once
         }
-        own = [name for name, is_own in losses.items() if is_own]
-        if own:
+        if own := [name for name, is_own in losses.items() if is_own]:
             self._pipeline.compute(ComputeLoss(self.compute_loss, own[0]))
 
     @property
@@ -156,11 +155,12 @@ class Trainer(transformers.Trainer):
         check_attributes(self, self._made_with)
         self._pipeline.check_batch()
         TOGETHER.call("Trainer.train", self.args.ddp_timeout)
+        schedules = self._created_lr_scheduler and type(self).create_scheduler is transformers.Trainer.create_scheduler
         self.is_in_train = True
         try:
             with naming_this_rank():
                 handler = PipelineCallbacks(self.callback_handler, self._pipeline, self._start_again)
-                handler.compare(own_methods(type(self)), schedules=self._schedules)
+                handler.compare(own_methods(type(self)), schedules=schedules)
                 self.callback_handler = handler
                 result: TrainOutput = self._inner_training_loop(
                     args=self.args,
@@ -218,13 +218,14 @@ class Trainer(transformers.Trainer):
         asked: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(asked, str):  # the name of one of several
             asked = self.eval_dataset[asked]  # type: ignore[index]  # transformers has checked that they have names
-        return super().get_eval_dataloader(self._read_whole(asked) if is_stream(asked) else eval_dataset)
+        if is_stream(asked):
+            eval_dataset = read_whole(asked, self.args.seed)
+        return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        return super().get_test_dataloader(self._read_whole(test_dataset) if is_stream(test_dataset) else test_dataset)
-
-    def _read_whole(self, stream: Any) -> Any:
-        return read_whole(stream, self.args.seed)
+        if is_stream(test_dataset):
+            test_dataset = read_whole(test_dataset, self.args.seed)
+        return super().get_test_dataloader(test_dataset)
 
     # What transformers' loop calls
 
@@ -258,7 +259,7 @@ class Trainer(transformers.Trainer):
         alone = copy.copy(args)
         alone.gradient_accumulation_steps = self._micro_batches
         values = super().set_initial_training_values(alone, dataloader)
-        self._sequence.begin(dataloader, self.args, updates_per_epoch=values[1])
+        self._sequence.begin(dataloader, self.args, values[1])
         return values
 
     @property
@@ -273,12 +274,6 @@ class Trainer(transformers.Trainer):
             order.forget(self.state.global_step)
             epochs, _ = order.place(self.state.global_step)
         return epochs, steps
-
-    @property
-    def _schedules(self) -> bool:
-        """Whether transformers makes the schedule, from the arguments alone."""
-        is_own = type(self).create_scheduler is not transformers.Trainer.create_scheduler
-        return bool(self._created_lr_scheduler) and not is_own
 
     @property
     def _micro_batches(self) -> int:
@@ -316,7 +311,8 @@ class Trainer(transformers.Trainer):
         self._data, self._max_steps = data, max_steps
         self._go_through(training)
         self._sequence.note(data, training.rank.common.plan.micro_batch_size)
-        self._flos_of_sample = self._flos_of_one(data.shapes)
+        sample = {name: torch.empty(1, *spec.shape, device="meta") for name, spec in data.shapes.items()}
+        self._flos_of_sample = int(self.floating_point_ops(sample))
         if folder is not None:
             load_rates(folder, self.optimizer, self.lr_scheduler, steps=training.first)
         self.callback_handler.model = self.model
@@ -405,13 +401,11 @@ class Trainer(transformers.Trainer):
             self.callback_handler.agree(self.control, self.optimizer)
 
         order, is_streamed = self._sequence.order, isinstance(self._sequence.order, Stream)
-        resumes = resume_from_checkpoint is not None and epoch == epochs_trained
-        first = 0
-        if resumes:
-            done = self.state.global_step
+        done, first = self.state.global_step, 0
+        if resume_from_checkpoint is not None and epoch == epochs_trained:
             first = order.place(done)[1] if is_streamed else done % num_update_steps_per_epoch
-        if order.place(self.state.global_step) != (epoch, first):  # a callback has ended the epoch before it
-            self._sequence.begin_epoch(epoch, first, self.state.global_step)
+        if order.place(done) != (epoch, first):  # a callback has ended the epoch before it
+            self._sequence.begin_epoch(epoch, first, done)
             self._start_again()
         for step in range(first, num_update_steps_per_epoch):
             self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
@@ -515,7 +509,6 @@ class Trainer(transformers.Trainer):
         self._pipeline.gather()
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Write where the draws of the data are; what the stages draw follows from the seed and the iteration."""
         self._sequence.write(Path(output_dir), self.state.global_step)
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -683,9 +676,8 @@ class Trainer(transformers.Trainer):
     def _check_reads(self, data: CollatedData) -> None:
         """Raise InputError if the script's code names an attribute that the model's forward sets."""
         kept = kept_by_forward(self._pipeline.build, data.shapes, device=self.args.device.type)
-        callbacks = filter(is_users, self.callback_handler.callbacks)
-        others = (self.compute_metrics, self.preprocess_logits_for_metrics)
-        check_names_none(kept, [*callbacks, *own_methods(type(self)), *others])
+        methods = [*own_methods(type(self)), self.compute_metrics, self.preprocess_logits_for_metrics]
+        check_names_none(kept, [*filter(is_users, self.callback_handler.callbacks), *methods])
 
     # Between this rank and the others
 
@@ -696,8 +688,3 @@ class Trainer(transformers.Trainer):
             return
         for _ in range(self.current_gradient_accumulation_steps):
             self._tr_loss += self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
-
-    def _flos_of_one(self, inputs: Mapping[str, InputSpec]) -> int:
-        """FLOPs that transformers counts for a sample."""
-        batch = {name: torch.empty(1, *spec.shape, device="meta") for name, spec in inputs.items()}
-        return int(self.floating_point_ops(batch))
