@@ -41,17 +41,8 @@ def is_users(callback: Any) -> bool:
     return not name_of(callback).startswith(_OURS)
 
 
-def events_with_weights(callbacks: Iterable[Any]) -> set[str]:
-    """The events of the user's ``callbacks`` that may look at the model: they hold it, or their code names it."""
-    return _events_of(callbacks, {*OF_MODEL})
-
-
-def events_with_changes(callbacks: Iterable[Any]) -> set[str]:
-    """The events of the user's ``callbacks`` that may change what is trained, and how."""
-    return _events_of(callbacks, _OF_ALL)
-
-
-def _events_of(callbacks: Iterable[Any], words: set[str]) -> set[str]:
+def events_with_weights(callbacks: Iterable[Any], words: Iterable[str] = OF_MODEL) -> set[str]:
+    """The events of the user's ``callbacks`` that may look at a model: they hold it, or their code names ``words``."""
     return {
         event
         for callback in callbacks
@@ -95,7 +86,7 @@ class PipelineCallbacks(CallbackHandler):
             any(map(is_users, self.callbacks)),
             any(map(may_look, methods)),
             events_with_weights(self.callbacks),
-            events_with_changes(self.callbacks),
+            events_with_weights(self.callbacks, _OF_ALL),  # or may change what is trained, and how
         )
         of_ranks = [mine] * dist.get_world_size()
         with waiting_for("the names of the other ranks' callbacks"):

@@ -116,12 +116,11 @@ class LoadedSamples:
         data = replace(self._collated(loader, order), missing=missing).with_shapes()
         self._pipeline.call_with(data.constants)
         check_same_data(data, "train_dataset")
-        longest = None
         if lengths is not None and self._length is not None and isinstance(order, TrainOrder):
             longest = self._of_micro_batches(order, lengths, max_steps)
-        if longest is not None and self._length is not None:
-            captured = lengths_to_capture(longest, self._length)[:-1]
-            data = replace(data, sample_lengths=lengths, captured_lengths=captured)
+            if longest is not None:
+                captured = lengths_to_capture(longest, self._length)[:-1]
+                data = replace(data, sample_lengths=lengths, captured_lengths=captured)
         check_samples(data, self.main_input)
         check = partial(check_padding, self._trainer.model, self._trainer.compute_loss, data, self.main_input)
         of_rank_0(check, "to compare a loss with and without padding")

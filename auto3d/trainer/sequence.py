@@ -30,8 +30,7 @@ class InSequence:
         self._pipeline = pipeline
         self._draws: TrainingDraws | None = None  # draws of the training, unless its samples are a stream
         self._ahead: Ahead | None = None  # batches of the training that worker processes read
-        self._generators: dict[bool, Generators] = {}  # True: of the training's data, if they draw; False: of the last
-        # evaluation's
+        self._generators: dict[bool, Generators] = {}  # True: of a training that draws; False: of an evaluation
 
     def begin(self, loader: Any, args: TrainingArguments, updates: int) -> None:
         """Find the order of the samples of ``loader``, which are to be trained in so many ``updates`` an epoch."""

@@ -43,6 +43,9 @@ _DDP = Refused("gradients are summed by auto3d's own buckets")
 _SHARDS = Refused("auto3d.init(dp=, tp=, pp=, shard_optimizer=True) says how the model is divided")
 _LOADER = WithoutEffect("batches come in order, and a GPU's rank reads ahead into pinned memory in a thread")
 _CHECKPOINTING = Honoured()
+_RECOMPUTED = Refused(
+    "auto3d.init(recompute=) says how much of a stage is recomputed", (None, {}, {"use_reentrant": False})
+)
 _FULL_EVAL = Refused("evaluation runs in the precision of the training")
 
 ARGUMENTS: Mapping[str, Decision] = {
@@ -77,13 +80,9 @@ ARGUMENTS: Mapping[str, Decision] = {
     "fp16_full_eval": _FULL_EVAL,
     "tf32": Honoured(),
     "activation_checkpointing": _CHECKPOINTING,  # the same: auto3d.init(recompute="full")
-    "activation_checkpointing_kwargs": Refused(
-        "auto3d.init(recompute=) says how much of a stage is recomputed", (None, {}, {"use_reentrant": False})
-    ),
+    "activation_checkpointing_kwargs": _RECOMPUTED,
     "gradient_checkpointing": _CHECKPOINTING,
-    "gradient_checkpointing_kwargs": Refused(
-        "auto3d.init(recompute=) says how much of a stage is recomputed", (None, {}, {"use_reentrant": False})
-    ),
+    "gradient_checkpointing_kwargs": _RECOMPUTED,
     "torch_compile": Honoured(),
     "torch_compile_backend": Refused("the stages are compiled by inductor", (None, "inductor")),
     "torch_compile_mode": Refused("the stages are compiled in inductor's default mode", (None, "default")),

@@ -97,8 +97,8 @@ class Trainer(transformers.Trainer):
             model = model._orig_mod
         check_arguments(args)
         check_callbacks(callbacks or ())
-        for name, dataset in {"train_dataset": train_dataset, "eval_dataset": eval_dataset}.items():
-            check_readable(dataset, name)
+        check_readable(train_dataset, "train_dataset")
+        check_readable(eval_dataset, "eval_dataset")
         if is_stream(train_dataset):
             check_stream(train_dataset, args)
         self._pipeline = Pipeline(model, args)
@@ -119,8 +119,7 @@ class Trainer(transformers.Trainer):
             "compute_loss_func": compute_loss_func is not None,
             SMOOTHING: self.label_smoother is not None,  # transformers smooths no labels of several classes at once
         }
-        own = [name for name, is_own in losses.items() if is_own]
-        if own:
+        if own := [name for name, is_own in losses.items() if is_own]:
             self._pipeline.compute(ComputeLoss(self.compute_loss, own[0]))
 
     @property
@@ -402,13 +401,11 @@ class Trainer(transformers.Trainer):
             self.callback_handler.agree(self.control, self.optimizer)
 
         order, is_streamed = self._sequence.order, isinstance(self._sequence.order, Stream)
-        resumes = resume_from_checkpoint is not None and epoch == epochs_trained
-        first = 0
-        if resumes:
-            done = self.state.global_step
+        done, first = self.state.global_step, 0
+        if resume_from_checkpoint is not None and epoch == epochs_trained:
             first = order.place(done)[1] if is_streamed else done % num_update_steps_per_epoch
-        if order.place(self.state.global_step) != (epoch, first):  # a callback has ended the epoch before it
-            self._sequence.begin_epoch(epoch, first, self.state.global_step)
+        if order.place(done) != (epoch, first):  # a callback has ended the epoch before it
+            self._sequence.begin_epoch(epoch, first, done)
             self._start_again()
         for step in range(first, num_update_steps_per_epoch):
             self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
@@ -512,7 +509,6 @@ class Trainer(transformers.Trainer):
         self._pipeline.gather()
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Write where the draws of the data are; what the stages draw follows from the seed and the iteration."""
         self._sequence.write(Path(output_dir), self.state.global_step)
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -680,9 +676,8 @@ class Trainer(transformers.Trainer):
     def _check_reads(self, data: CollatedData) -> None:
         """Raise InputError if the script's code names an attribute that the model's forward sets."""
         kept = kept_by_forward(self._pipeline.build, data.shapes, device=self.args.device.type)
-        callbacks = filter(is_users, self.callback_handler.callbacks)
-        others = (self.compute_metrics, self.preprocess_logits_for_metrics)
-        check_names_none(kept, [*callbacks, *own_methods(type(self)), *others])
+        methods = [*own_methods(type(self)), self.compute_metrics, self.preprocess_logits_for_metrics]
+        check_names_none(kept, [*filter(is_users, self.callback_handler.callbacks), *methods])
 
     # Between this rank and the others
 
