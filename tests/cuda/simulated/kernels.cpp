@@ -177,6 +177,7 @@ void on_stream(const c10::OperatorHandle& op, Stack* stack) {
   bool is_new = schema.returns().size() > outs.size();
   TORCH_CHECK_NOT_IMPLEMENTED(outs.empty() || !is_new, name, " returns arguments and new tensors, which is not simulated");
   bool by_value = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
+  for (const IValue& value : arguments) by_value &= !value.isOptionalTensorList();  // of indices, only masks decide
   if (is_new && (by_value || masks(arguments) || !op.hasComputedKernelForDispatchKey(DispatchKey::Meta))) {
     Stack host = mapped(arguments, on_host, at::kCPU);
     compute_at_once(op, host, *device);
