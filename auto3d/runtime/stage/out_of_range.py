@@ -31,13 +31,13 @@ def out_of_range(
     numbers = _Numbers(module, dict(zip(placeholders, names, strict=True)), program)
     with suppress(Exception):
         numbers.run(*arguments)
-    return numbers.found
+    return numbers.error
 
 
 class _Numbers(fx.Interpreter):
-    """Runs a module up to an operation that does not take its whole numbers, of which ``found`` tells."""
+    """Runs a module up to an operation that does not take its whole numbers, for which it has the ``error``."""
 
-    found: OutOfRangeError | None = None
+    error: OutOfRangeError | None = None
 
     def __init__(self, module: fx.GraphModule, name_of: dict[fx.Node, str], program: fx.Graph) -> None:
         super().__init__(module, garbage_collect_values=False)
@@ -72,7 +72,7 @@ class _Numbers(fx.Interpreter):
             if not numbers.numel() % samples:
                 sample = f" in sample {place // (numbers.numel() // samples)}"
         ignored = f", and {IGNORED} for what is ignored," if ignores else ""
-        self.found = OutOfRangeError(
+        self.error = OutOfRangeError(
             f"{name}: found {int(value)}{sample}; the model takes whole numbers from 0 to "
             f"{limit - 1}{ignored}{node_line(self._source[node.name])}"
         )
