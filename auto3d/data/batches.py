@@ -40,7 +40,7 @@ class Batches:
         self._seed = seed
         self._global_batch = global_batch
         self._micro_batch_size = micro_batch_size
-        self._samples = micro_batch_size // replicas  # those of a replica's slice of each micro-batch
+        self._samples = micro_batch_size // replicas  # samples of a replica's slice of each micro-batch
         self._replica = replica
         self._is_compared = is_compared
 
@@ -68,18 +68,18 @@ class Batches:
         )
 
     def fingerprints(self, iteration: int, index: int, replica: int | None = None) -> np.ndarray | None:
-        """Those of a ``read`` of micro-batch ``index`` by ``replica``; None: by this one."""
+        """The fingerprints of a ``read`` of micro-batch ``index`` by ``replica``; None: by this replica."""
         settings = self._settings
         if not settings.reads(settings.inputs):
             return None
-        found = []
+        fingerprints = []
         with self._reading(True) as before:
             for number in self._numbers(iteration, index, self._replica if replica is None else replica):
                 before(self._seed, number)
                 stored, _ = self._stored(number)
                 tokens = None if settings.columns else self._source.tokens(stored, self._seed)
-                found.append(fingerprint(self._compared(stored, tokens)))
-        return np.array(found, dtype=np.uint64)
+                fingerprints.append(fingerprint(self._compared(stored, tokens)))
+        return np.array(fingerprints, dtype=np.uint64)
 
     def _numbers(self, iteration: int, index: int, replica: int) -> range:
         """The numbers in the training of the samples of a replica's slice of a micro-batch."""
@@ -87,7 +87,7 @@ class Batches:
         return range(first, first + self._samples)
 
     def _reading(self, reads: bool) -> AbstractContextManager[Callable[[int, int], None]]:
-        """Inside, samples are read if it ``reads``; what this gives is called before each."""
+        """Inside, samples are read if it ``reads``; what this gives is called before each sample."""
         if reads and isinstance(self._source, OwnDataset):
             return self._source.reading()
         return nullcontext(_nothing)
@@ -105,7 +105,7 @@ class Batches:
     def _sample(
         self, number: int, names: Collection[str], stored: int, counts: bool
     ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-        """The inputs called ``names`` of sample ``number`` of the training, and its tokens if one is made from them.
+        """The inputs called ``names`` of the training's sample ``number``, and its tokens if inputs are made from them.
 
         ``stored`` and ``counts`` are what ``_stored`` says of it.
         """
@@ -128,7 +128,7 @@ class Batches:
         return {name: np.asarray(value) for name, value in inputs.items()}, tokens
 
     def _stored(self, number: int) -> tuple[int, bool]:
-        """The source's number of sample ``number``, and whether its targets count: those that fill a batch do not.
+        """The source's number of sample ``number``, and whether its targets count: not if it fills a batch.
 
         A sample that fills a batch is the source's first, so that the model computes what it is made for.
         """

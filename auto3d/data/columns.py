@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def values_of(array: "pa.Array", field: InputField, *, column: str, first: int) -> np.ndarray:
-    """The values of a column in consecutive rows, of which ``first`` is the first one's number: [rows, *shape].
+    """The values of a column in consecutive rows, of which the first has the number ``first``: [rows, *shape].
 
     Raises DataError for a value that is missing, or has another shape or type than ``field`` says.
     """
@@ -29,8 +29,8 @@ def values_of(array: "pa.Array", field: InputField, *, column: str, first: int) 
         lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
         if (wrong := np.flatnonzero(lengths != size)).size:
             row = first + int(wrong[0]) // inside
-            found = f"{int(lengths[wrong[0]])} in dimension {axis}"
-            raise DataError(f"{_shape_error(column, row, field)}; found {found}")
+            wrong_length = f"{int(lengths[wrong[0]])} in dimension {axis}"
+            raise DataError(f"{_shape_error(column, row, field)}; found {wrong_length}")
         array, inside = array.flatten(), inside * size
     _check_present(array, column, first, inside)
     is_integer, is_floating = pa.types.is_integer(array.type), pa.types.is_floating(array.type)

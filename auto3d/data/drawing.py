@@ -45,7 +45,7 @@ def drawing() -> Iterator[Callable[..., int]]:
     but for the second of two normal numbers that numpy may have made.
 
     What it gives lets them begin anew at some whole numbers, and returns the seed that these make. torch.manual_seed
-    would also seed those of GPUs, from which the stages draw.
+    would also seed the generators of GPUs, from which the stages draw.
     """
     of_python, of_torch = _of_python(), torch.default_generator.get_state()
     of_numpy, ours = mtrand.get_bit_generator(), _SPARE.pop() if _SPARE else np.random.MT19937(0)

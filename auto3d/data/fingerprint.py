@@ -24,8 +24,8 @@ def fingerprints(values: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def fingerprint(sample: Mapping[str, np.ndarray]) -> int:
     """The fingerprint of a single sample."""
-    found = sum(xxh3_64_intdigest(np.ascontiguousarray(value).data, _seed(name)) for name, value in sample.items())
-    return found % (1 << 64) >> (64 - BITS)
+    digest = sum(xxh3_64_intdigest(np.ascontiguousarray(value).data, _seed(name)) for name, value in sample.items())
+    return digest % (1 << 64) >> (64 - BITS)
 
 
 @lru_cache(1024)
@@ -33,9 +33,9 @@ def _seed(name: str) -> int:
     return crc32(name.encode())
 
 
-def total(found: np.ndarray, first: int) -> int:
-    """A number, of BITS bits, of the fingerprints ``found`` of samples from number ``first`` on, each at its place."""
-    return int(found @ _odd(first, first + len(found))) % MODULUS
+def total(numbers: np.ndarray, first: int) -> int:
+    """A number, of BITS bits, of the fingerprints ``numbers`` of samples, which have the places from ``first`` on."""
+    return int(numbers @ _odd(first, first + len(numbers))) % MODULUS
 
 
 @lru_cache(1024)  # the places of the micro-batches of a global batch, the same in every iteration

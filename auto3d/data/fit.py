@@ -18,15 +18,15 @@ def check_fit(graph: Graph, data: DataKeys, source: Source) -> None:
         if node.operator != _EMBEDDING or not node.state:
             continue
         name, rows = _input_of(graph, node), graph.parameters.get(node.state[0])
-        if name is None or rows is None or (found := largest.get(name)) is None or found < rows.shape[0]:
+        if name is None or rows is None or (maximum := largest.get(name)) is None or maximum < rows.shape[0]:
             continue
-        problem = f"found values up to {found} in the data; {node.state[0]} has {rows.shape[0]} rows"
+        problem = f"found values up to {maximum} in the data; {node.state[0]} has {rows.shape[0]} rows"
         raise DataError(f"data.inputs.{name}: {problem}, so that values must be below {rows.shape[0]}")
 
 
 def largest_values(data: DataKeys, source: Source) -> dict[str, int]:
-    """Inputs of integers -> the largest value that each holds, where that is known."""
-    found: dict[str, int] = {}
+    """Input of integers -> the largest value that it holds, where that is known."""
+    largest: dict[str, int] = {}
     for name, field in data.inputs.items():
         values = [field.largest]
         if field.kind in TOKEN_KINDS:
@@ -34,8 +34,8 @@ def largest_values(data: DataKeys, source: Source) -> dict[str, int]:
         elif field.kind == "column" and field.dtype_name == "int64":
             values.append(source.largest(field.column or name))
         if known := [value for value in values if value is not None]:
-            found[name] = max(known)
-    return found
+            largest[name] = max(known)
+    return largest
 
 
 def _input_of(graph: Graph, node: GraphNode) -> str | None:

@@ -44,7 +44,7 @@ class BatchSlice:
     replicas: int = 1
     read_once: bool = False  # one rank reads for all stages
     is_compared: bool = True  # other ranks read of it too; False: readings need no fingerprints
-    micro_batches: range = range(0)  # the numbers of those that it runs of each global batch, if known
+    micro_batches: range = range(0)  # numbers of the micro-batches that it runs of each global batch, if known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,20 +71,20 @@ class MicroBatches(Protocol):
         """The inputs called ``names`` of micro-batch ``index`` of the global batch."""
 
     def fingerprints(self, iteration: int, index: int, replica: int | None = None) -> np.ndarray | None:
-        """Those of what a stage reads of micro-batch ``index``, on its ``replica``; None: this rank's."""
+        """The fingerprints of what a stage reads of micro-batch ``index``, on its ``replica``; None: this rank's."""
 
 
 @dataclass(frozen=True)
 class Incomplete:
     """Global batches that lack samples, as the last of an epoch may."""
 
-    short: int  # samples of their last micro-batch, which may be a whole one
+    short: int  # samples of their last micro-batch, which may be a whole micro-batch
     samples: Callable[[int], int]  # iteration -> samples of its global batch
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Micro-batches of shorter samples than those for which the model was captured."""
+    """Micro-batches of shorter samples than the model was captured for."""
 
     inputs: Mapping[int, Mapping[str, InputSpec]]  # length -> inputs of a sample
     of: Callable[[int, int], int | None]
@@ -92,7 +92,7 @@ class Lengths:
 
 
 class TrainingData(Protocol):
-    """What a training reads. A DataSettings is one; it is pickled or forked to every rank."""
+    """What a training reads, such as a DataSettings; it is pickled or forked to every rank."""
 
     @property
     def may_ignore_targets(self) -> bool:

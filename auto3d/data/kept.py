@@ -50,7 +50,7 @@ def kept(
 def identity_of(files: Sequence[str]) -> list[tuple[str, int, int]]:
     """The path, size and time of modification (ns) of each file, and of each file in a folder.
 
-    Raises DataError for one that cannot be read.
+    Raises DataError for a file that cannot be read.
     """
     try:
         return [(str(path), (state := path.stat()).st_size, state.st_mtime_ns) for path in files_in(files)]
@@ -59,11 +59,11 @@ def identity_of(files: Sequence[str]) -> list[tuple[str, int, int]]:
 
 
 def files_in(names: Sequence[str]) -> list[Path]:
-    """The resolved paths of the files ``names``, and of all files in those that are folders."""
-    found = []
+    """The resolved paths of the files ``names``, and of all files in the folders among them."""
+    files = []
     for path in (Path(name).resolve() for name in names):
-        found += sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    return found
+        files += sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    return files
 
 
 def _private(folder: Path) -> Path:

@@ -60,7 +60,7 @@ class DataKeys:
     @property
     def columns(self) -> dict[str, InputField]:
         """The columns that inputs are made from, by name."""
-        return {each.column or name: each for name, each in self.inputs.items() if each.kind == "column"}
+        return {entry.column or name: entry for name, entry in self.inputs.items() if entry.kind == "column"}
 
     @property
     def num_tokens(self) -> int | None:
@@ -84,8 +84,8 @@ class DataKeys:
     @property
     def may_ignore_targets(self) -> bool:
         """Whether an input may hold IGNORED: labels that are padded, columns of targets, and prefixes of -100."""
-        labels = any(each.kind in ("labels", "next-tokens") for each in self.inputs.values())
-        return (self.fills and labels) or any(each.may_hold_ignored for each in self.inputs.values())
+        labels = any(entry.kind in ("labels", "next-tokens") for entry in self.inputs.values())
+        return (self.fills and labels) or any(entry.may_hold_ignored for entry in self.inputs.values())
 
     def reads(self, names: Collection[str]) -> bool:
         """Whether an input called one of ``names`` is made from the source."""
@@ -93,14 +93,14 @@ class DataKeys:
 
     @property
     def has_unequal_targets(self) -> bool:
-        """Whether samples may have unequal numbers of targets that count, unlike those of a prefix of IGNORED."""
-        labels = any(each.kind in ("labels", "next-tokens") for each in self.inputs.values())
-        return (self.fills and labels) or any(each.draws_ignored for each in self.inputs.values())
+        """Whether samples may have unequal numbers of targets that count, unlike the targets of a prefix of IGNORED."""
+        labels = any(entry.kind in ("labels", "next-tokens") for entry in self.inputs.values())
+        return (self.fills and labels) or any(entry.draws_ignored for entry in self.inputs.values())
 
 
 def mistake_in(data: DataKeys) -> tuple[str, str] | None:
     """A key of ``data`` that contradicts the others, and the reason; None if all fit."""
-    kinds = {each.kind for each in data.inputs.values()}
+    kinds = {entry.kind for entry in data.inputs.values()}
     tokens, columns = sorted(kinds & {*SEQUENCE_KINDS}), data.columns
     source = f"source {data.source}" if data.source in SOURCES else "a function as source"
     if data.source in ENDLESS:
@@ -135,12 +135,12 @@ def mistake_in(data: DataKeys) -> tuple[str, str] | None:
     if data.source not in ENDLESS and not tokens and not columns:
         text = ", give the tokenizer of its text" if data.source in TABLES else ""
         return "inputs", f"none is made from {source}; name its columns with kind column{text}, or use source synthetic"
-    for name, each in data.inputs.items():
-        if data.fills and each.kind == "tokens" and name.endswith("labels"):
+    for name, entry in data.inputs.items():
+        if data.fills and entry.kind == "tokens" and name.endswith("labels"):
             return "inputs", f"{name} is of kind tokens, so that padding would count as targets; use kind labels"
-    for name, each in columns.items():
-        for other in (one for key, one in data.inputs.items() if one.kind == "column" and (one.column or key) == name):
-            if replace(other, column="") != replace(each, column=""):
+    for name, column in columns.items():
+        for other in (use for key, use in data.inputs.items() if use.kind == "column" and (use.column or key) == name):
+            if replace(other, column="") != replace(column, column=""):
                 return "inputs", f"two inputs take the column {name} with unequal shape, dtype or targets"
     if data.last_batch == "pad" and not ({"labels", "next-tokens"} & kinds or any(c.targets for c in columns.values())):
         return (

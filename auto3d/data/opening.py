@@ -8,7 +8,7 @@ from auto3d.data.sources import SOURCES, TABLES, own
 
 
 def open_source(settings: DataKeys, seed: int | None = None) -> Source:
-    """The samples of ``settings``; what code of the user's draws follows from ``seed``, if there is one.
+    """The samples of ``settings``; what code of the user's draws follows from ``seed``, if given.
 
     A table is read once and kept as files, for which this waits, whichever process does it; a file of tokens is
     checked once. Raises DataError for data that is missing, damaged or not as the inputs need it.

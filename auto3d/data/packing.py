@@ -36,7 +36,7 @@ class Packed:
 
 
 class Padded:
-    """One document per sample. ``open_tokens`` and ``open_ends`` give the tokens of all, and where each ends."""
+    """One document per sample. ``open_tokens`` and ``open_ends`` give all tokens, and the ends of documents."""
 
     def __init__(self, open_tokens: Callable[[], np.ndarray], open_ends: Callable[[], np.ndarray]) -> None:
         self._open = open_tokens, open_ends

@@ -1,6 +1,6 @@
 """A table of any kind as files that all ranks map to memory: its tokens, and one file per column that inputs take.
 
-One process makes them, once for the same files, tokenizer and settings. A rank opens only those that its inputs need.
+One process makes them, once for the same files, tokenizer and settings. A rank opens only the files of its inputs.
 """
 
 from array import array
@@ -68,8 +68,8 @@ class PreparedTable:
         return {"table": self._number}
 
     def largest(self, column: str | None) -> int | None:
-        found: int | None = self._about["largest"].get(_TOKENS if column is None else _file_of(self._names, column))
-        return found
+        largest: int | None = self._about["largest"].get(_TOKENS if column is None else _file_of(self._names, column))
+        return largest
 
     def describe(self) -> str:
         about, parts = self._about, [f"{self._about['rows']:,} rows"]
@@ -98,7 +98,7 @@ def _identity(settings: DataKeys) -> dict[str, Any]:
         "table": 1,
         "source": settings.source,
         "files": identity_of(settings.files),
-        "columns": [[name, each.shape, each.dtype_name, each.targets] for name, each in settings.columns.items()],
+        "columns": [[name, field.shape, field.dtype_name, field.targets] for name, field in settings.columns.items()],
     }
     if settings.tokenizer is not None:
         identity |= {
@@ -168,8 +168,8 @@ def _name_of(value: Any) -> str:
 
 def _raise_to(largest: dict[str, int], name: str, values: np.ndarray) -> None:
     if values.size:
-        found = int(values.max())
-        largest[name] = max(largest.get(name, found), found)
+        maximum = int(values.max())
+        largest[name] = max(largest.get(name, maximum), maximum)
 
 
 def _write(file: BinaryIO, values: np.ndarray) -> None:

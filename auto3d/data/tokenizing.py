@@ -14,23 +14,23 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Makes the tokens of documents; ``length`` is the most tokens of one that is padded, None if they are packed."""
+    """Makes the tokens of documents; ``length`` is the most tokens of a padded document, None if they are packed."""
 
     tokenizer: Any
     length: int | None
     end: int  # token after each packed document
-    pad: int  # token that fills a padded one
+    pad: int  # token that fills a padded document
     size: int  # above every token
 
     def documents(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each text.
 
-        A packed one has none but its own and the end token after them; a padded one is as the tokenizer makes it for a
-        model, with special tokens. A text without tokens has an empty list.
+        A packed text has none but its own and the end token after them; a padded text is as the tokenizer makes it for
+        a model, with special tokens. A text without tokens has an empty list.
         """
         if self.length is None:
-            found = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
-            return [[*tokens, self.end] if tokens else [] for tokens in found]
+            token_ids = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+            return [[*tokens, self.end] if tokens else [] for tokens in token_ids]
         limits = {"truncation": True, "max_length": self.length}
         padded: list[list[int]] = self.tokenizer(list(texts), return_attention_mask=False, **limits)["input_ids"]
         return padded
@@ -66,7 +66,7 @@ def open_tokenizer(folder: str, length: int | None) -> Tokenizer:
 
 
 def tokenizer_identity(folder: str) -> list[tuple[str, int, int]]:
-    """The files of a tokenizer's folder, which may also be that of a model, without its weights."""
+    """The files of a tokenizer's folder, which may also be a model's folder, without its weights."""
     if not Path(folder).is_dir():
         return []
     files = sorted(str(file) for file in Path(folder).iterdir() if file.is_file() and file.suffix not in _WEIGHTS)

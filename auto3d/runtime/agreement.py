@@ -39,12 +39,12 @@ def check_same_plan(plan: Plan) -> None:
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
     if not bounds.sum().item():  # the largest number less the smallest
         return
-    found: list[tuple[str, int] | None] = [None] * dist.get_world_size()
+    programs: list[tuple[str, int] | None] = [None] * dist.get_world_size()
     with waiting_for("the fingerprints of all ranks' programs"):
-        dist.all_gather_object(found, (plan.graph, number))
-    graphs = [graph for graph, _ in filter(None, found)]
+        dist.all_gather_object(programs, (plan.graph, number))
+    graphs = [graph for graph, _ in filter(None, programs)]
     if len(set(graphs)) == 1:
-        raise PlansDifferError(f"plan: it differs between {_groups(found)}; give all ranks the same arguments")
+        raise PlansDifferError(f"plan: it differs between {_groups(programs)}; give all ranks the same arguments")
     raise PlansDifferError(
         f"graph: the model's code does other operations, or in another order, on {_groups(graphs)}; where it goes "
         "through a set of strings, let it sort them, or start all processes with PYTHONHASHSEED=0"

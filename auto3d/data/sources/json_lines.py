@@ -1,6 +1,6 @@
 """Rows of files with one JSON object per line.
 
-Python's own parser reads them: pyarrow's guesses a type for each column, and makes dates of texts that look like one.
+Python's own parser reads them: pyarrow's guesses a type for each column, and makes dates of texts that look so.
 """
 
 import json

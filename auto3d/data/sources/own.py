@@ -46,17 +46,17 @@ class OwnDataset:
     def __init__(self, settings: DataKeys, dataset: Any, samples: int) -> None:
         self._dataset, self._fields, self._source = dataset, settings.columns, settings.source
         self.samples: int | None = samples
-        self._last: tuple[int, Any] | None = None  # the sample that was read last: several inputs come from one
+        self._last: tuple[int, Any] | None = None  # the sample that was read last: several inputs come from a sample
         self._values: dict[str, np.ndarray] = {}  # its columns, as far as they were asked for
 
     @contextmanager
     def reading(self) -> Iterator[Callable[[int, int], None]]:
-        """Inside, samples are read; what this gives is called before each, with the training's seed and its number in
-        the training."""
+        """Inside, samples are read; what this gives is called before each sample, with the training's seed and the
+        sample's number in the training."""
         with _drawing() as begin:
 
             def before(seed: int, number: int) -> None:
-                self._last = None  # it may be another one the next time
+                self._last = None  # it may be another sample the next time
                 begin(seed, number)
 
             yield before
@@ -90,9 +90,9 @@ class OwnDataset:
             problem = f"has rows of different lengths; it takes {list(field.shape)}"
             raise DataError(f"{self._where(name, sample)} {problem}") from None
         if value.shape != field.shape or value.dtype.kind not in _TYPES[field.dtype_name]:
-            found = f"shape {list(value.shape)} of {value.dtype}"
+            shape = f"shape {list(value.shape)} of {value.dtype}"
             takes = f"{list(field.shape)} of {field.dtype_name}"
-            raise DataError(f"{self._where(name, sample)} has {found}; it takes {takes}")
+            raise DataError(f"{self._where(name, sample)} has {shape}; it takes {takes}")
         return checked(value.astype(field.dtype_name, copy=False), field, name)
 
     def _where(self, column: str, sample: int) -> str:

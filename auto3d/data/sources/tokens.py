@@ -2,7 +2,7 @@
 
 The .idx (Megatron-LM, megatron/core/datasets/indexed_dataset.py) has, little-endian: the 9 bytes ``MMIDIDX\\0\\0``; a
 version, 1 (uint64); a code of the tokens' type (uint8); the numbers of sequences and of documents' bounds (uint64
-each); the length of each sequence (int32); the place of each in the .bin, in bytes (int64); and the bounds of
+each); the length of each sequence (int32); the place of each sequence in the .bin, in bytes (int64); and the bounds of
 documents, in sequences (int64). With several modes, a mode of each sequence (int8) follows.
 """
 
@@ -35,7 +35,7 @@ def open_source(settings: DataKeys) -> "TokenFiles":
 
 
 def files_with_indices(files: Sequence[str]) -> list[str]:
-    """The files, and the .idx of each .bin. Raises DataError for one with another suffix."""
+    """The files, and the .idx of each .bin. Raises DataError for a file with another suffix."""
     for name in files:
         if Path(name).suffix not in SUFFIXES:
             raise DataError(f"files: found {name}; source tokens takes .npy, and .bin with an .idx beside it")
@@ -99,8 +99,8 @@ def _npy(name: str) -> np.ndarray:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise DataError(f"files: {name}: not a readable .npy of integers: {reason}") from None
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        found = f"shape {list(tokens.shape)} of {tokens.dtype}" if isinstance(tokens, np.ndarray) else "no array"
-        raise DataError(f"files: {name}: found {found}; it takes one dimension of integers")
+        content = f"shape {list(tokens.shape)} of {tokens.dtype}" if isinstance(tokens, np.ndarray) else "no array"
+        raise DataError(f"files: {name}: found {content}; it takes one dimension of integers")
     return tokens
 
 

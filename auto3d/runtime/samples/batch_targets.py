@@ -34,8 +34,8 @@ class BatchTargets:
         says whether the update did not wait for it. The global batch has the fraction ``present`` of its micro-batches,
         or of its samples if items count. Only where items count in a model's loss, as in transformers, it may be 0.
 
-        Raises InputError if the terms of the loss would need different ones, so that no division of their sum is right,
-        or if the update is wrong because it did not wait.
+        Raises InputError if the terms of the loss would need different fractions, so that no division of their sum is
+        right, or if the update is wrong because it did not wait.
         """
         if self.loss_mean == "sum":
             return 1.0
@@ -43,17 +43,17 @@ class BatchTargets:
         if self.counts_items:
             *_, items = counts
             counts = [items] * len(counted)
-        each = {
+        fractions = {
             term.name: count / (term.places * self.micro_batches) for term, count in zip(counted, counts, strict=True)
         }
-        each |= dict.fromkeys((*self.terms.constant, *self.terms.other), present)
+        fractions |= dict.fromkeys((*self.terms.constant, *self.terms.other), present)
         if self.loss_mean == SUMMED_ITEMS:
-            each["labels"] = items / self.label_places  # such a loss has no terms
-        if not each:
+            fractions["labels"] = items / self.label_places  # such a loss has no terms
+        if not fractions:
             return present
-        fraction = next(iter(each.values()))
-        described = ", ".join(f"{name} {value:.2%}" for name, value in each.items())
-        if any(not isclose(value, fraction, rel_tol=1e-12) for value in each.values()):
+        fraction = next(iter(fractions.values()))
+        described = ", ".join(f"{name} {value:.2%}" for name, value in fractions.items())
+        if any(not isclose(value, fraction, rel_tol=1e-12) for value in fractions.values()):
             raise InputError(
                 f"iteration {iteration}: the terms of the loss are means over different fractions of their targets "
                 f"({described}), so their micro-batches cannot be weighted by the number of targets; ignore equally "
@@ -150,7 +150,7 @@ def check_loss(
 def check_filled(terms: LossTerms, because: str) -> None:
     """Raise InputError, which says ``because``, if a term of the loss counts samples all of whose labels are ignored.
 
-    A mean over all places counts them: one of squared errors takes even -100 for a number.
+    A mean over all places counts them: a mean of squared errors takes even -100 for a number.
     """
     if counts := [*terms.constant, *terms.other]:
         raise InputError(f"{because}, and {', '.join(counts)} of the loss would count them; it takes {ACCEPTED}")

@@ -15,11 +15,11 @@ from auto3d.runtime.settings import TrainingSettings
 
 @dataclass(frozen=True)
 class IncompleteBatch:
-    """What a rank runs of one."""
+    """What a rank runs of a global batch that lacks samples."""
 
     absent: frozenset[int]  # micro-batches of its pipeline that the global batch does not have
-    short: int | None  # the micro-batch with fewer samples; None: no such one is of its pipeline
-    present: float  # fraction of the micro-batches of a complete global batch that this one has
+    short: int | None  # the micro-batch with fewer samples; None: its pipeline has no such micro-batch
+    present: float  # fraction of the micro-batches of a complete global batch that this batch has
     samples: float  # fraction of the samples
 
 

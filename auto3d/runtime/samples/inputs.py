@@ -17,8 +17,8 @@ class MicroBatchInputs:
     """Loads what a rank's forwards take from the data.
 
     In each iteration a rank runs ``micro_batches`` micro-batches of the global batch, from number
-    ``first_micro_batch`` on. A program counts its micro-batches on through its iterations. If it runs each in
-    ``slices`` of its sequence, it counts these, and so do both numbers; every slice takes the inputs of all. ``same``
+    ``first_micro_batch`` on. A program counts its micro-batches on through its iterations. If it runs them in
+    ``slices`` of the sequence, it counts these, and so do both numbers; every slice takes the inputs of all. ``same``
     compares what it reads with what other ranks read; None: nobody does. For that it also reads of what ``neighbour``
     reads, as ``neighbours.compared`` says; a ``cost_us`` that is a function is called at the start, to measure it.
     Comparisons are due where ``is_compared`` says so, and where an iteration ``begins_epoch``. What ``counting_stage``
@@ -103,8 +103,8 @@ class MicroBatchInputs:
         if same is not None and compares:
             same.note(iteration, number, stage.index, reading.fingerprints)
         if same is not None and other is not None:
-            found = self._loader.fingerprints(iteration, *other)
-            same.note_other(iteration, number, reading.fingerprints, other, found)
+            other_fingerprints = self._loader.fingerprints(iteration, *other)
+            same.note_other(iteration, number, reading.fingerprints, other, other_fingerprints)
         if reading.items is not None and stage.index == self._counting_stage:
             self._items[iteration][number] = reading.items
         return reading.inputs
@@ -122,8 +122,8 @@ class MicroBatchInputs:
 
     def _of_neighbour(self, iteration: int) -> Collection[int]:
         assert isinstance(self._cost_us, int), "start() measures it"
-        due, each = self._is_due(iteration), self.micro_batches // self._slices
-        return compared(iteration, micro_batches=each, cost_us=self._cost_us, is_due=due)
+        due, micro_batches = self._is_due(iteration), self.micro_batches // self._slices
+        return compared(iteration, micro_batches=micro_batches, cost_us=self._cost_us, is_due=due)
 
     def _compares(self, need: Need) -> bool:
         if self._neighbour is not None:

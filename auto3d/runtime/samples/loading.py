@@ -23,7 +23,7 @@ from auto3d.runtime.samples.neighbours import Neighbour
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import PipeStage, Program
 
-PREFETCHED = 3  # micro-batches in pinned memory: one being copied, and two for the next forwards
+PREFETCHED = 3  # micro-batches in pinned memory: the copy in progress, and two for the next forwards
 _COMPARED_FIRST, _COMPARED_EVERY = 4, 16  # iterations; see ``is_compared``
 
 
@@ -114,7 +114,7 @@ class Loader:
     def start(self, needs: Sequence[Need], iterations: int, compares: Compares = lambda _: False) -> None:
         """Begin a program of ``iterations`` iterations, whose forwards need ``needs``, in this order.
 
-        Without names, a Need is one only where it ``compares``.
+        A Need without names is read only where it ``compares``.
 
         The loader expects the same program again afterwards and prefetches for it, so that the first inputs of an
         iteration are ready when it begins. A call allocates pinned memory, which may synchronise the device: no message
@@ -137,7 +137,7 @@ class Loader:
         return self._prefetcher.take(need)
 
     def fingerprints(self, iteration: int, index: int, replica: int) -> np.ndarray | None:
-        """Those of what ``replica`` of a stage reads of micro-batch ``index``."""
+        """The fingerprints of what ``replica`` of a stage reads of micro-batch ``index``."""
         if self._prefetcher is None:
             return self._batches.fingerprints(iteration, index, replica)
         return self._prefetcher.take(Need(iteration, index, (), replica)).fingerprints
@@ -234,8 +234,8 @@ class _Prefetcher:
         made = self._made.get()
         if isinstance(made, Exception):
             raise made
-        found, buffers, reading = made
-        assert found == need, f"{found} comes next, not {need}"
+        next_need, buffers, reading = made
+        assert next_need == need, f"{next_need} comes next, not {need}"
         if buffers is None:
             return reading
         copies, buffers.copy = self._memory.queue_copy({name: reading.inputs[name] for name in need.names})
@@ -267,7 +267,7 @@ def _prefetch(
             reading = _made(batches, need, compared=compares(need))
             ready = {}
             for name, tensor in reading.inputs.items():
-                # A micro-batch may have fewer samples, or shorter ones.
+                # A micro-batch may have fewer samples, or shorter samples.
                 ready[name] = buffers.pinned[name].view(-1)[: tensor.numel()].view(tensor.shape)
                 ready[name].copy_(tensor)
             made.put((need, buffers, replace(reading, inputs=ready)))

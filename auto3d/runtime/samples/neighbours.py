@@ -1,7 +1,7 @@
 """Which micro-batches of another pipeline a rank reads too, so that it can compare them.
 
 Pipelines, and replicas of a stage, read different samples. So a sample that differs between their machines would be
-compared with nobody, if one did not read what its neighbour reads. It reads all of it where samples are places in
+compared with nobody, if no rank read what its neighbour reads. It reads all of it where samples are places in
 files, and else as much as takes BUDGET_US in an iteration, by what all ranks have measured at the start.
 """
 
@@ -25,7 +25,7 @@ _MEASURED = 3  # micro-batches
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """Whose micro-batches a rank compares: it reads each of them after its own micro-batch of the same place.
+    """Whose micro-batches a rank compares: it reads them after its own micro-batches of the same places.
 
     Each reader has one neighbour, and is the neighbour of one reader, in another pipeline if there are several.
     """
@@ -47,7 +47,7 @@ class Neighbour:
 def compared(iteration: int, *, micro_batches: int, cost_us: int, is_due: bool) -> Collection[int]:
     """The micro-batches, by their places in each pipeline, that neighbours compare in ``iteration``: all in turn.
 
-    One of them costs ``cost_us``; 0: nothing that counts. Where comparisons are due, there is at least one.
+    A comparison costs ``cost_us``; 0: nothing that counts. Where comparisons are due, a micro-batch is compared anyway.
     """
     if not cost_us:
         return range(micro_batches)

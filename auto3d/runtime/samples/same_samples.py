@@ -1,7 +1,7 @@
 """Compares what ranks have read: of a sample, all of them must have read the same.
 
-Where two stages of a pipeline did not, one would get a sample and the other the label of a different one. Pipelines
-read different samples, so one also reads what the next does: where that differs, they would number labels otherwise,
+Where two stages of a pipeline did not, they would get a sample and the label of another sample. Pipelines read
+different samples, so a rank also reads what the next does: where that differs, they would number labels otherwise,
 take samples in another order, and train some twice, or train a changed file. Training would go on without an error.
 """
 
@@ -26,8 +26,8 @@ CAUSE = (
 
 
 _OF_NEIGHBOURS = 0x9E3779B1
-"""Factor of what neighbours compare. It is larger than any ``Readers.factor``, so that of the factors of all who read a
-sample, no part sums up to 0: some of them that read the same wrong sample are found. It is odd, to lose no bit."""
+"""Factor of what neighbours compare. It is larger than any ``Readers.factor``, so that no part of the factors of
+all who read a sample sums up to 0: some readers with the same wrong sample are found. It is odd, to lose no bit."""
 
 
 class SamplesDifferError(InputError):
@@ -49,7 +49,7 @@ class Readers:
     shards: int
     first_sample: int  # first sample of this rank's slice of each micro-batch
     samples: int  # samples of a micro-batch
-    replicas: int  # those of the stages of this rank
+    replicas: int  # replicas of the stages of this rank
     neighbour_stage: int | None  # None: nothing is read
 
     @classmethod
@@ -127,7 +127,7 @@ class SameSamples:
     ) -> None:
         """Note what this rank has read of ``micro_batch``, and of ``other``, a (micro-batch, replica) of its neighbour.
 
-        It is the neighbour of a rank that does so too: each in the same iterations and at the same places, so that the
+        It is the neighbour of a rank that does so too: both in the same iterations and at the same places, so that the
         two sides of each comparison cancel.
         """
         if mine is not None and fingerprints is not None:
@@ -137,10 +137,10 @@ class SameSamples:
     def share(self, iteration: int) -> int:
         """What this rank adds to the sum of ``iteration``."""
         readers, read = self._readers, self._read.get(iteration, {})
-        found = sum(readers.factor(stage) * self._total(number, each) for (stage, number), each in read.items())
-        neighbours = sum(sign * total(each, first) for first, each, sign in self._neighbours.get(iteration, ()))
-        found += _OF_NEIGHBOURS * neighbours
-        return found % MODULUS
+        share = sum(readers.factor(stage) * self._total(number, values) for (stage, number), values in read.items())
+        neighbours = sum(sign * total(values, first) for first, values, sign in self._neighbours.get(iteration, ()))
+        share += _OF_NEIGHBOURS * neighbours
+        return share % MODULUS
 
     def _total(self, micro_batch: int, fingerprints: np.ndarray) -> int:
         return total(fingerprints, self._readers.first(micro_batch))
@@ -152,31 +152,31 @@ class SameSamples:
         names the sample.
         """
         first = self._readers.first
-        read = [(first(number), each) for (_, number), each in self._read.pop(iteration, {}).items()]
-        read += [(first_sample, each) for first_sample, each, _ in self._neighbours.pop(iteration, ())]
+        read = [(first(number), values) for (_, number), values in self._read.pop(iteration, {}).items()]
+        read += [(first_sample, values) for first_sample, values, _ in self._neighbours.pop(iteration, ())]
         if sum_of_shares % MODULUS == 0:
             return
         what = self._difference(read) if together else "ranks have read different data"
         raise SamplesDifferError(f"{where}: {what}; {CAUSE}")
 
     def _difference(self, read: Sequence[tuple[int, np.ndarray]]) -> str:
-        mine = [(sample, int(number)) for first, each in read for sample, number in enumerate(each, start=first)]
-        found: list[Sequence[tuple[int, int]]] = [()] * dist.get_world_size()
+        mine = [(sample, int(number)) for first, values in read for sample, number in enumerate(values, start=first)]
+        of_ranks: list[Sequence[tuple[int, int]]] = [()] * dist.get_world_size()
         with waiting_for("what all ranks have read"):
-            dist.all_gather_object(found, mine)
-        return _first_difference(found)
+            dist.all_gather_object(of_ranks, mine)
+        return _first_difference(of_ranks)
 
 
-def _first_difference(found: Sequence[Sequence[tuple[int, int]]]) -> str:
-    """In words, the first sample that two ranks have read differently; ``found`` has (sample, fingerprint) per rank."""
+def _first_difference(of_ranks: Sequence[Sequence[tuple[int, int]]]) -> str:
+    """In words, the first sample that two ranks have read differently; ``of_ranks`` has (sample, fingerprint) pairs."""
     seen: dict[int, dict[int, int]] = defaultdict(dict)  # sample -> fingerprint -> the first rank that has it
-    for rank, pairs in enumerate(found):
+    for rank, pairs in enumerate(of_ranks):
         for sample, number in pairs:
             seen[sample].setdefault(number, rank)
     differs = [sample for sample, numbers in seen.items() if len(numbers) > 1]
     if not differs:
         return "not all ranks have read as many samples"
     sample = min(differs)
-    one, other, *_ = sorted(seen[sample].values())
-    who = f"rank {one} has" if one == other else f"ranks {one} and {other} have"
+    reader, other, *_ = sorted(seen[sample].values())
+    who = f"rank {reader} has" if reader == other else f"ranks {reader} and {other} have"
     return f"{who} read different data for sample {sample} of the global batch"

@@ -1,6 +1,6 @@
-"""Micro-batches of other sizes than the plan's: of fewer samples, or of shorter ones, than the model was captured for.
+"""Micro-batches of other sizes than the plan's: of fewer or shorter samples than the model was captured for.
 
-They run by stages of their own size, which share the weights of the usual ones, and their messages have other shapes.
+They run by stages of their own size, which share the weights of the usual stages, and their messages have other shapes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ class ShorterSamples:
     sized: Mapping[int, SizedStages]  # by length
 
     def of(self, iteration: int, micro_batches: int) -> dict[int, SizedStages]:
-        """Those of ``iteration``, by their number among the ``micro_batches`` of the pipeline."""
+        """The stages for ``iteration``, by their number among the ``micro_batches`` of the pipeline."""
         lengths = (
             (number, self.data.of(iteration, self.first_micro_batch + number)) for number in range(micro_batches)
         )

@@ -41,7 +41,7 @@ def build_stage(
     """The stage that has a single program in ``programs``, or a program for each slice of the sequence.
 
     ``tensors`` has its state by name; the parameters collect gradients in their ``.grad``, with ``old_weights`` in the
-    one that exists now. Those of the ``terms`` of the loss that the stage computes are weighted by their number of
+    ``.grad`` that exists now. The ``terms`` of the loss that the stage computes are weighted by their number of
     targets.
 
     A stage with ``recompute`` keeps only the activations of the operations in ``kept`` (ranges of positions), its

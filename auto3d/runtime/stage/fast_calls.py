@@ -74,7 +74,7 @@ def use_fast_calls(module: fx.GraphModule) -> fx.GraphModule:
             names = [argument.name for argument in node.target._schema.arguments[number:]]
             node.kwargs = {**node.kwargs, **dict(zip(names, node.args[number:], strict=False))}
             node.op, node.target, (value, *others) = "call_method", METHODS[node.target], node.args[:number]
-            # Methods have no call without sizes: those of a number, no sizes, stay a list.
+            # Methods have no call without sizes: the sizes of a number, an empty list, stay a list.
             node.args = (value, *others[0]) if spread and others[0] else (value, *others)
         elif node.target is _CAST and node.kwargs.keys() == {"dtype"} and _changes_type(node):
             node.op, node.target = "call_method", "to"
