@@ -54,7 +54,7 @@ class DataKeys:
 
     @property
     def shifted(self) -> bool:
-        """Whether an input is made from the token after a sample's last one."""
+        """Whether an input is made from the token after a sample's last token."""
         return any(field.kind == "next-tokens" for field in self.inputs.values())
 
     @property

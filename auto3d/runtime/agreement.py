@@ -64,7 +64,7 @@ def check_agreement(
     the likely cause, for the error. It reads ``tensors`` once and does one all-reduce of two numbers per name.
     """
     absent = torch.tensor(_NOT_HELD, device=device)
-    # For each name, the largest fingerprint and the complement of the smallest one.
+    # For each name, the largest fingerprint and the complement of the smallest.
     bounds = torch.stack([absent.expand(2)] * len(names)) if names else absent.new_empty(0, 2)
     for row, name in enumerate(names):
         if name in tensors:

@@ -29,7 +29,7 @@ def check_state(training: RankLayout, evaluation: RankLayout) -> None:
 def first_pipelines_buffers(
     buffers: Mapping[str, torch.Tensor], training: RankLayout, evaluation: RankLayout
 ) -> dict[str, torch.Tensor]:
-    """Those of this rank's ``buffers`` that training writes to, such as batch statistics, as the first pipeline has it.
+    """This rank's ``buffers`` that training writes to, such as batch statistics, as the first pipeline has them.
 
     Each pipeline writes to its own copy. All evaluate with the first copy: else the result would depend on who runs a
     sample.

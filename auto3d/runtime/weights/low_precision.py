@@ -33,7 +33,7 @@ def copies_of(captured: CapturedModel, nodes: Collection[str]) -> dict[str, tupl
 
 
 def used_once(captured: CapturedModel, nodes: Collection[str]) -> set[str]:
-    """Those of ``copies_of`` whose parameter is trained and has no other use in operations ``nodes``."""
+    """The copies of ``copies_of`` whose parameter is trained and has no other use in operations ``nodes``."""
     exported = captured.exported
     uses = Counter(
         exported.parameters[node.name]
