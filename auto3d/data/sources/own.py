@@ -65,7 +65,10 @@ class OwnDataset:
         raise DataError(f"source: {self._source} gives columns, not tokens")
 
     def column(self, sample: int, name: str) -> np.ndarray:
-        """The value of a column; raises DataError unless it has the shape and type of its input."""
+        """The value of a column; raises DataError unless it has the shape, type and values of its input."""
+        return checked(self._value(sample, name), self._fields[name], name)
+
+    def _value(self, sample: int, name: str) -> np.ndarray:
         if self._last is None or self._last[0] != sample:
             try:
                 self._last, self._values = (sample, self._dataset[sample]), {}
@@ -93,13 +96,14 @@ class OwnDataset:
             shape = f"shape {list(value.shape)} of {value.dtype}"
             takes = f"{list(field.shape)} of {field.dtype_name}"
             raise DataError(f"{self._where(name, sample)} has {shape}; it takes {takes}")
-        return checked(value.astype(field.dtype_name, copy=False), field, name)
+        return value.astype(field.dtype_name, copy=False)
 
     def _where(self, column: str, sample: int) -> str:
         return f"column {column}: sample {sample} of {self._source}"
 
     def whole(self, sample: int) -> dict[str, np.ndarray]:
-        return {name: self.column(sample, name) for name in self._fields}
+        """All columns, of which a comparison needs no check of values."""
+        return {name: self._value(sample, name) for name in self._fields}
 
     def largest(self, column: str | None) -> int | None:
         return None
