@@ -27,7 +27,7 @@ TOKENS, SAMPLES = 4096, 512  # tokens of a sample, and samples
 TEXT_TOKENS = 512  # tokens of a sample for the collator
 MICRO_BATCHES, MICRO_BATCH = 8, 4
 ITERATIONS = {1: 40, 4: 16, 16: 8}  # of a round
-ROUNDS = 5
+ROUNDS = 9
 
 
 class Rows:
