@@ -181,7 +181,7 @@ class _Analysis:
                     return True
                 continue
             tensors = [operand for operand in inputs if isinstance(operand.meta["val"], torch.Tensor)]
-            is_joined = _operator(value) == "cat"  # of parts, which are smaller
+            is_joined = _operator(value) == "cat"  # its parts are smaller
             pending += [tensor for tensor in tensors if is_joined or tensor.meta["val"].numel() == made.numel()]
         return False
 

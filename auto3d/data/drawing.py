@@ -62,7 +62,7 @@ def drawing() -> Iterator[Callable[..., int]]:
 def _begin(*seed: int) -> int:
     begin = xxh3_64_intdigest(repr(seed).encode()) % 2**32
     torch.default_generator.manual_seed(begin)
-    Random.seed(_PYTHONS, begin)  # as random.seed does with a whole number
+    Random.seed(_PYTHONS, begin)  # random.seed does the same with a whole number
     _PYTHONS.gauss_next = None
     np.random.seed(begin)
     return begin

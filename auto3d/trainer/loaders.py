@@ -58,7 +58,7 @@ def _why_not(loader: Any, size: int, argument: str) -> str:
         return "a DataLoader whose sampler has no length: give it __len__"
     if not len(loader):
         return "a DataLoader without batches: give it samples"
-    if loader.batch_sampler.batch_size != size:  # of a loader that accelerate has prepared, batch_size is None
+    if loader.batch_sampler.batch_size != size:  # a prepared loader has None as its own
         return f"a DataLoader with batch_size={loader.batch_sampler.batch_size}, and {argument} says {size}"
     return ""
 

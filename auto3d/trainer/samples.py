@@ -175,7 +175,7 @@ class LookedAt:
     """What is known of data that were looked at."""
 
     draws: bool = False  # whether a generator had another state after a batch was read
-    constants: dict[str, Any] | None = None  # what is no tensor in a batch; None: no batch was made yet
+    constants: dict[str, Any] | None = None  # values of a batch that are no tensors; None: no batch was made yet
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class Trainer(transformers.Trainer):
         self._has_told_of_values = False  # see _follow_values
         self._stands_in = False  # whether the pipeline was made for labels that stand in, since samples had none
         self._iterations: Iterator[tuple[int, IterationResult]] = iter(())
-        self._watch: ReadsWatch  # of the training that runs
+        self._watch: ReadsWatch  # watches the training that runs
         self._made_of: tuple[Any, dict[str, Any]] = None, {}  # an optimizer of transformers, and arguments for it
         self._frozen: list[nn.Parameter] = []  # parameters that were frozen when transformers made it
         super().__init__(**{**given, "model": model, "args": args, "model_init": None})

@@ -68,7 +68,7 @@ class CaptureProcess:
 
 def _answer(pipe: Connection, environment: dict[str, str]) -> None:
     """Main function of the process. The functions that it calls write to the cache themselves."""
-    os.environ.clear()  # where a process was forked, it has the variables of when its parent began
+    os.environ.clear()  # a forked process has the variables with which its parent began
     os.environ.update(environment)
     collect_rarely()
     with suppress(EOFError, BrokenPipeError):  # the driver has ended

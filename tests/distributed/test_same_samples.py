@@ -47,7 +47,7 @@ def renumbered(folder: Path, global_batch: int) -> None:
 class Rows:
     """The samples of a function, of which each takes ``seconds`` to read."""
 
-    reads = 0  # of this process, since it was made
+    reads = 0  # how often this process has read a sample
 
     def __init__(self, file: str, seconds: float) -> None:
         self.rows, self.seconds = np.load(file).reshape(-1, SEQUENCE).astype(np.int64), seconds

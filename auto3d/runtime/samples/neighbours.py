@@ -7,6 +7,7 @@ files, and else as much as takes BUDGET_US in an iteration, by what all ranks ha
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 from statistics import median
 from time import perf_counter
@@ -44,6 +45,7 @@ class Neighbour:
         return cls(stage, pipeline * layout.micro_batches // layout.schedule.slices, replica)
 
 
+@lru_cache(16)  # each micro-batch of an iteration asks
 def compared(iteration: int, *, micro_batches: int, cost_us: int, is_due: bool) -> Collection[int]:
     """The micro-batches, by their places in each pipeline, that neighbours compare in ``iteration``: all in turn.
 
@@ -53,7 +55,7 @@ def compared(iteration: int, *, micro_batches: int, cost_us: int, is_due: bool) 
         return range(micro_batches)
     before, after = (BUDGET_US * iterations // cost_us for iterations in (iteration, iteration + 1))
     count = min(micro_batches, max(after - before, int(is_due)))
-    return {turn % micro_batches for turn in range(before, before + count)}
+    return frozenset(turn % micro_batches for turn in range(before, before + count))
 
 
 def measured_us(read: Callable[[int], object] | None, *, times: int) -> int:

@@ -74,7 +74,7 @@ class Taken:
 
     setup_s: float
     groups: int  # process groups that this rank makes
-    communicators: int  # of NCCL
+    communicators: int  # NCCL's
     threads: int
     memory: int  # bytes of this process on the host, once it has trained; a process forked from its parent has 0.6 GiB
     allocated: int  # peak bytes on the device
