@@ -19,6 +19,7 @@ from auto3d.runtime.activity import BEFORE_TRAINING, THIS_RANK
 from auto3d.runtime.backend_errors import is_local_failure
 from auto3d.runtime.process.affinity import bind_to_cores_near
 from auto3d.runtime.process.gpu_environment import set_gpu_environment
+from auto3d.runtime.process.preemption import wake_without_preemption
 from auto3d.runtime.process.rank_devices import RankDevice, gather_rank_devices
 from auto3d.runtime.waiting import WaitTimeoutError, wait, waiting_for
 
@@ -98,6 +99,8 @@ def join(world: World, *, device: torch.device, timeout_s: float, collectives_on
     if device.type == "cuda":
         bind_to_cores_near(device, world.ranks_here)
         torch.cuda.set_device(device)
+    else:
+        wake_without_preemption()  # before gloo starts threads
     with _meeting(world):
         # No device_id: with it, NCCL would share a communicator between groups and so order their messages.
         dist.init_process_group(
