@@ -27,7 +27,7 @@ TOKENS, SAMPLES = 4096, 512  # tokens of a sample, and samples
 TEXT_TOKENS = 512  # tokens of a sample for the collator
 MICRO_BATCHES, MICRO_BATCH = 8, 4
 ITERATIONS = {1: 40, 4: 16, 16: 8}  # of a round
-ROUNDS = 9
+STARTS, ROUNDS = 7, 3  # of each tree's processes, and of each source in a start
 
 
 class Rows:
@@ -213,31 +213,49 @@ def checked_out(commit: str, folder: Path) -> Iterator[Path]:
         subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
+Found = tuple[float, float]  # samples/s, and processor seconds of a sample
+
+
+def measured(tree: Path, folder: Path, ranks: int, start: int) -> dict[str, list[tuple[Found, Found]]]:
+    """Of each source what rounds have found before, in ``tree``, and now."""
+    folder.mkdir()
+    trees = {"before": tree, "now": ROOT}
+    servers = {name: Server(trees[name], folder / name) for name in sorted(trees, reverse=bool(start % 2))}
+    for server in servers.values():
+        server.ask(f"begin {ranks}")
+    found: dict[str, list[tuple[Found, Found]]] = {source: [] for source in SOURCES}
+    for source in SOURCES:
+        for number in range(ROUNDS):
+            answers: dict[str, Found] = {}
+            for name in sorted(servers, reverse=bool(number % 2)):
+                speed, processor_s = map(float, servers[name].ask(source))
+                answers[name] = speed, processor_s
+            found[source].append((answers["before"], answers["now"]))
+    for server in servers.values():
+        server.end()
+    return found
+
+
 def main(commit: str) -> None:
     from tabulate import tabulate
 
     rows = []
     with TemporaryDirectory() as name, checked_out(commit, Path(name)) as tree:
-        servers = [Server(tree, Path(name) / "before"), Server(ROOT, Path(name) / "now")]
         for ranks, (dp, pp) in PLANS.items():
-            for server in servers:
-                server.ask(f"begin {ranks}")
+            found = [measured(tree, Path(name) / f"{ranks} {start}", ranks, start) for start in range(STARTS)]
             for source in SOURCES:
-                rounds = []
-                for number in range(ROUNDS):
-                    turn = servers if number % 2 else servers[::-1]
-                    found = {server: [float(each) for each in server.ask(source)] for server in turn}
-                    rounds.append([found[server] for server in servers])
+                starts = [of_source[source] for of_source in found]
+                rounds = [both for start in starts for both in start]
                 speeds = [median(each[side][0] for each in rounds) for side in (0, 1)]
                 costs = [median(each[side][1] for each in rounds) for side in (0, 1)]
-                faster = median(now[0] / before[0] for before, now in rounds)
+                faster = sorted(median(now[0] / before[0] for before, now in start) for start in starts)
                 cheaper = median(now[1] / before[1] for before, now in rounds)
-                row = (source, f"dp={dp} pp={pp}", *(f"{each:,.0f}" for each in speeds), f"{faster:.2f}")
-                rows.append((*row, *(f"{1e6 * each:,.0f}" for each in costs), f"{cheaper:.2f}"))
+                row = (source, f"dp={dp} pp={pp}", *(f"{each:,.0f}" for each in speeds), f"{median(faster):.2f}")
+                row = (*row, f"{faster[0]:.2f} to {faster[-1]:.2f}", *(f"{1e6 * each:,.0f}" for each in costs))
+                rows.append((*row, f"{cheaper:.2f}"))
                 print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
-        for server in servers:
-            server.end()
-    headings = ["source", "plan", "samples/s before", "now", "ratio", "processor µs a sample before", "now", "ratio"]
+    headings = ["source", "plan", "samples/s before", "now", "ratio", "of starts"]
+    headings += ["processor µs a sample before", "now", "ratio"]
     print(tabulate(rows, headings, tablefmt="github", disable_numparse=True))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite, nan
 from time import perf_counter
+from typing import Any, TypeVar
 
 import torch
 
@@ -57,6 +58,7 @@ class Peers:
     run_ahead: RunAhead
 
 
+T = TypeVar("T")
 Passes = Sequence[tuple[int, StageModule]]
 """The micro-batches of a step, each with the stage that runs it."""
 
@@ -258,17 +260,18 @@ class Executor:
         arrived = self._exchange.receive_for(step)
         for micro_batch, stage in passes:
             received = {name: tensor for name, tensors in arrived.get(micro_batch, {}).items() for tensor in tensors}
-            inputs = self._read(micro_batch, stage)
+            inputs = self._observed(self._inputs.of, micro_batch, stage.stage)
             self._exchange.send_from(step, micro_batch, stage.forward(micro_batch, received, inputs))
 
-    def _read(self, micro_batch: int, stage: StageModule) -> dict[str, torch.Tensor]:
+    def _observed(self, read: Callable[..., T], *arguments: Any) -> T:
+        """What ``read`` returns; the observer, if there is one, is told of its begin and end."""
         observer = self._run_ahead.observer
         if observer is None:
-            return self._inputs.of(micro_batch, stage.stage)
+            return read(*arguments)
         observer.begin_read()
-        inputs = self._inputs.of(micro_batch, stage.stage)
+        found = read(*arguments)
         observer.end_read()
-        return inputs
+        return found
 
     def _backward(self, step: Step, passes: Passes) -> None:
         arrived = self._exchange.receive_for(step)
@@ -318,9 +321,9 @@ class Executor:
 
         They are known once the gradients of this rank's stages are summed.
         """
-        self._sync.wait(self._own)
         iteration = self._randomness.iteration
-        read = self._inputs.share(iteration)
+        read = self._observed(self._inputs.share, iteration)  # before the wait for sums that are under way
+        self._sync.wait(self._own)
         total = self._totals.reduce(self._take_loss(0), self._sync.squared_norm(), self._take_counts(0), read)
         where = f"iteration {iteration + 1}"
         self._inputs.check(iteration, total.read, where=where, together=True)
@@ -385,7 +388,7 @@ class Executor:
         now = perf_counter()
         seconds, self._ended_at = now - self._ended_at, now
         if self._program.asynchronous:
-            read = self._inputs.share(self._randomness.iteration + self._ended)
+            read = self._observed(self._inputs.share, self._randomness.iteration + self._ended)
             self._totals.add(self._take_loss(self._ended), seconds, self._take_counts(self._ended), read)
             for total, earlier_s in self._totals.arrived():
                 yield self._result(self._late(total), earlier_s)

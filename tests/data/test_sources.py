@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset, load_dataset
 
 from auto3d.data import Batches, DataError, DataSettings, InputField
+from auto3d.data.drawing import drawing
 from auto3d.data.opening import open_source
 from tests.data.corpora import documents, save_json, save_tokenizer
 
@@ -269,6 +270,54 @@ def test_what_an_own_dataset_draws_follows_from_the_seed_and_the_sample(tmp_path
     noise = torch.cat([rows[:, 1:] for rows in forwards.values()])
     assert len(noise.flatten().unique()) == noise.numel(), "another draw for each sample and epoch"
     assert not torch.equal(read([0], seed=5)[0], forwards[0])
+
+
+def restored() -> float:
+    state = random.getstate()
+    drawn = random.random()
+    random.setstate(state)
+    return drawn
+
+
+DRAWS = {
+    "Python": random.random,
+    "Python's normal numbers": random.gauss,
+    "numpy": np.random.random,
+    "numpy's normal numbers": np.random.randn,  # it makes two at a time, and keeps the second
+    "torch": lambda: torch.rand(()).item(),
+    "a state that is put back": restored,
+}
+
+
+class SomeDraw:
+    """Rows of which every third draws a number."""
+
+    def __init__(self, kind: str) -> None:
+        self.draw = DRAWS[kind]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
+        return {"drawn": np.array(self.draw() if sample % 3 == 2 else 0.0, dtype=np.float32)}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_what_a_sample_draws_follows_from_its_number_whatever_was_read_before(kind):
+    inputs = {"drawn": InputField(kind="column", dtype_name="float32")}
+    settings = DataSettings(source=f"{__name__}:SomeDraw", arguments={"kind": kind}, inputs=inputs, shuffle=False)
+    expected = []
+    for number in range(16):
+        with drawing() as begin:
+            begin(4, number)
+            expected.append(DRAWS[kind]() if number % 8 % 3 == 2 else 0.0)
+    for size in (1, 2, 8):
+        batches = Batches(settings, seed=4, global_batch=8, micro_batch_size=size)
+        found = []
+        for number in range(0, 16, size):
+            found.append(batches.micro_batch(number // 8, number % 8 // size, ("drawn",))["drawn"])
+            DRAWS[kind]()
+        assert torch.equal(torch.cat(found), torch.tensor(expected))
 
 
 def test_what_labels_may_ignore():

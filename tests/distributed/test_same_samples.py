@@ -58,7 +58,8 @@ class Rows:
 
     def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
         Rows.reads += 1
-        time.sleep(self.seconds)
+        if self.seconds:  # time.sleep(0) waits for a core, too
+            time.sleep(self.seconds)
         return {"input_ids": self.rows[sample], "labels": self.rows[sample]}
 
 
@@ -233,5 +234,5 @@ def test_samples_that_are_slow_to_read_are_compared_now_and_then(processes, tmp_
         compared, rest = divmod(reads - own, at_once)
         measured, due = 4, 4
         assert not rest
-        # A micro-batch takes 4 ms or, on a busy machine, longer.
-        assert measured + due + iterations // 16 - 1 <= compared <= measured + due + iterations // 4
+        # A micro-batch takes 4 ms or, on a busy machine, longer. Comparisons are also due in iteration 16.
+        assert measured + due <= compared <= measured + due + 1 + iterations // 4

@@ -209,12 +209,15 @@ class _Evaluation:
         state = self._state()
         memory = {output.name: output.memory(self._layout.micro_batches, self._rank.device) for output in self._outputs}
         read = _ReadInputs(returned)
-        batches = [
-            self._global_batch(inputs, state, memory, number, samples - number * global_batch, read)
-            for number in range(-(-samples // global_batch))
-        ]
-        inputs.end()
-        self._check_read(inputs, len(batches))
+        batches, shares = [], []
+        try:
+            for number in range(-(-samples // global_batch)):
+                present = samples - number * global_batch
+                batches.append(self._global_batch(inputs, state, memory, number, present, read))
+                shares.append(inputs.share(number))
+            self._check_read(inputs, shares)
+        finally:
+            inputs.end()
         outputs = {
             output.name: torch.cat([tensors[output.name] for _, tensors in batches])[:samples].to(output.dtype)
             for output in self._outputs
@@ -227,9 +230,11 @@ class _Evaluation:
         targets = self._loss.targets(rows, samples)
         return EvaluationResult(loss=loss, outputs=outputs, losses=losses, targets=targets, inputs=inputs_read)
 
-    def _check_read(self, inputs: MicroBatchInputs, batches: int) -> None:
-        """Raise InputError, on every rank, unless all stages have read the same samples."""
-        shares = [inputs.share(number) for number in range(batches)]
+    def _check_read(self, inputs: MicroBatchInputs, shares: Sequence[int]) -> None:
+        """Raise InputError, on every rank, unless all stages have read the same samples of each global batch.
+
+        ``shares`` is what this rank adds to the sums of the global batches.
+        """
         totals = of_all_ranks(shares, torch.float64, what="what all ranks have read")
         for number, total in enumerate(totals.sum(dim=0).tolist()):
             where = f"evaluation, global batch {number + 1}"

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 
+import numpy as np
 import torch
 
 from auto3d.data import MicroBatches
@@ -50,6 +51,8 @@ class MicroBatchInputs:
         self._first_iteration = 0
         self._begin: int | None = None  # first iteration of the first program
         self._same, self._neighbour, self._is_complete = same, neighbour, True
+        self._mine: defaultdict[int, dict[int, np.ndarray | None]] = defaultdict(dict)
+        """Iteration -> micro-batch -> fingerprints to compare with the neighbour's."""
         self._cost_us = cost_us
         self._begins_epoch = begins_epoch
         self._counting_stage = counting_stage
@@ -96,15 +99,14 @@ class MicroBatchInputs:
         iteration = self._first_iteration + later
         same = self._same if self._same is not None and self._same.reads(stage.index) else None
         compares = same is not None and same.compares(self._is_due(iteration))
-        other = self._other(iteration, index, stage.index) if same is not None else None
+        with_neighbour = same is not None and self._compares_with_neighbour(iteration, index, stage.index)
         if not (stage.inputs or compares):
             return {}
-        reading = self._loader.read(iteration, number, stage.inputs, compared=compares or other is not None)
+        reading = self._loader.read(iteration, number, stage.inputs, compared=compares or with_neighbour)
         if same is not None and compares:
             same.note(iteration, number, stage.index, reading.fingerprints)
-        if same is not None and other is not None:
-            other_fingerprints = self._loader.fingerprints(iteration, *other)
-            same.note_other(iteration, number, reading.fingerprints, other, other_fingerprints)
+        if with_neighbour:
+            self._mine[iteration][number] = reading.fingerprints
         if reading.items is not None and stage.index == self._counting_stage:
             self._items[iteration][number] = reading.items
         return reading.inputs
@@ -112,13 +114,11 @@ class MicroBatchInputs:
     def _is_due(self, iteration: int) -> bool:
         return is_compared(iteration, self._begin or 0) or self._begins_epoch(iteration)
 
-    def _other(self, iteration: int, index: int, stage: int) -> tuple[int, int] | None:
-        """(micro-batch, replica) of the neighbour that this rank reads after ``index`` of its own; None: nothing."""
+    def _compares_with_neighbour(self, iteration: int, index: int, stage: int) -> bool:
         neighbour, (place, later_slice) = self._neighbour, divmod(index, self._slices)
         if neighbour is None or stage != neighbour.stage or later_slice or not self._is_complete:
-            return None
-        is_read = place in self._of_neighbour(iteration)
-        return (neighbour.first + place, neighbour.replica) if is_read else None
+            return False
+        return place in self._of_neighbour(iteration)
 
     def _of_neighbour(self, iteration: int) -> Collection[int]:
         assert isinstance(self._cost_us, int), "start() measures it"
@@ -142,8 +142,19 @@ class MicroBatchInputs:
         return sum(self._items.pop(iteration, {}).values())
 
     def share(self, iteration: int) -> int:
-        """What this rank adds to the sum by which all ranks compare what they have read in ``iteration``."""
-        return 0 if self._same is None else self._same.share(iteration)
+        """What this rank adds to the sum by which all ranks compare what they have read in ``iteration``.
+
+        It first reads what it compares of its neighbour, all at once: a reading between two passes finds cold caches,
+        and delays the next stage.
+        """
+        if self._same is None:
+            return 0
+        for number, mine in sorted(self._mine.pop(iteration, {}).items()):
+            assert self._neighbour is not None
+            place = number - self._first_micro_batch // self._slices
+            other = self._neighbour.first + place, self._neighbour.replica
+            self._same.note_other(iteration, number, mine, other, self._loader.fingerprints(iteration, *other))
+        return self._same.share(iteration)
 
     def check(self, iteration: int, total: float, *, where: str, together: bool = False) -> None:
         """Raise InputError if that sum says that ranks have read different data; see ``SameSamples.check``."""

@@ -6,6 +6,7 @@ take time from the core that computes.
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -140,7 +141,7 @@ class Loader:
         """The fingerprints of what ``replica`` of a stage reads of micro-batch ``index``."""
         if self._prefetcher is None:
             return self._batches.fingerprints(iteration, index, replica)
-        return self._prefetcher.take(Need(iteration, index, (), replica)).fingerprints
+        return self._prefetcher.take_compared(Need(iteration, index, (), replica)).fingerprints
 
     def end(self) -> None:
         """End the thread without waiting for it. It also ends with this object and with the process."""
@@ -162,9 +163,12 @@ def needs_of(
     """What the forwards of ``program`` need, in order; ``inputs_of`` maps a stage to the model's inputs that it uses.
 
     This pipeline runs ``micro_batches`` micro-batches of each global batch, beginning with ``first_micro_batch``. With
-    ``slices`` of the sequence, these numbers count slices. What ``neighbour`` reads is read too.
+    ``slices`` of the sequence, these numbers count slices. What ``neighbour`` reads in an iteration comes after the
+    last forward of its stage in this iteration.
     """
-    needs = []
+    needs: list[Need] = []
+    of_neighbour: defaultdict[int, list[Need]] = defaultdict(list)  # iteration -> what it compares
+    last: dict[int, int] = {}  # iteration -> how many needs there are after its last forward
     for step in program.steps:
         operation = step.operation
         names = tuple(inputs_of[operation.stage, operation.pipe])
@@ -172,9 +176,13 @@ def needs_of(
             for micro_batch in operation.micro_batches:
                 later, index = divmod(micro_batch, micro_batches)
                 needs.append(Need(first_iteration + later, (first_micro_batch + index) // slices, names))
-                if neighbour is not None and operation.stage == neighbour.stage and index % slices == 0:
-                    other = neighbour.first + index // slices
-                    needs.append(Need(first_iteration + later, other, (), neighbour.replica))
+                if neighbour is not None and operation.stage == neighbour.stage:
+                    last[later] = len(needs)
+                    if index % slices == 0:
+                        other = neighbour.first + index // slices
+                        of_neighbour[later].append(Need(first_iteration + later, other, (), neighbour.replica))
+    for later, end in sorted(last.items(), key=lambda item: item[1], reverse=True):
+        needs[end:end] = sorted(of_neighbour[later], key=lambda need: need.index)
     return needs
 
 
@@ -186,7 +194,8 @@ class _Buffers:
     copy: PendingCopy | None = None
 
 
-Made = tuple[Need, _Buffers | None, Reading] | Exception  # the inputs of the reading are in the buffers
+Made = tuple[Need, _Buffers, Reading] | Exception  # the inputs of the reading are in the buffers
+Compared = tuple[Need, Reading] | Exception  # without inputs
 
 
 def _made(batches: MicroBatches, need: Need, *, compared: bool) -> Reading:
@@ -213,6 +222,7 @@ class _Prefetcher:
     ) -> None:
         self._memory = memory
         self._made: SimpleQueue[Made] = SimpleQueue()
+        self._compared: SimpleQueue[Compared] = SimpleQueue()
         self._free: SimpleQueue[_Buffers | None] = SimpleQueue()
         names = dict.fromkeys(name for need in needs for name in need.names)
         example = batches.read(needs[0].iteration, needs[0].index, tuple(names))
@@ -226,7 +236,8 @@ class _Prefetcher:
         self.end = weakref.finalize(self, _end, ended, self._free)
         # The thread must not refer to this object, because it ends when this object is collected.
         needed = _endless(needs, iterations, compares)
-        work = partial(_prefetch, memory, needed, compares, batches, self._free, self._made, ended)
+        queues = self._free, self._made, self._compared
+        work = partial(_prefetch, memory, needed, compares, batches, *queues, ended)
         start_thread("inputs", work, end=partial(_end, ended, self._free))
 
     def take(self, need: Need) -> Reading:
@@ -236,11 +247,18 @@ class _Prefetcher:
             raise made
         next_need, buffers, reading = made
         assert next_need == need, f"{next_need} comes next, not {need}"
-        if buffers is None:
-            return reading
         copies, buffers.copy = self._memory.queue_copy({name: reading.inputs[name] for name in need.names})
         self._free.put(buffers)
         return replace(reading, inputs=copies)
+
+    def take_compared(self, need: Need) -> Reading:
+        """What was read for ``need``, which must be the next need that has no names."""
+        read = self._compared.get()
+        if isinstance(read, Exception):
+            raise read
+        next_need, reading = read
+        assert next_need == need, f"{next_need} is compared next, not {need}"
+        return reading
 
 
 def _prefetch(
@@ -250,13 +268,16 @@ def _prefetch(
     batches: MicroBatches,
     free: SimpleQueue[_Buffers | None],
     made: SimpleQueue[Made],
+    compared: SimpleQueue[Compared],
     ended: Event,
 ) -> None:
     try:
         memory.begin_thread()
         for need in needs:
             if not need.names:
-                made.put((need, None, _made(batches, need, compared=True)))
+                if ended.is_set():
+                    return
+                compared.put((need, _made(batches, need, compared=True)))
                 continue
             buffers = free.get()
             if ended.is_set():
@@ -273,6 +294,7 @@ def _prefetch(
             made.put((need, buffers, replace(reading, inputs=ready)))
     except Exception as error:
         made.put(error)
+        compared.put(error)
 
 
 def _end(ended: Event, free: SimpleQueue[_Buffers | None]) -> None:

@@ -26,7 +26,7 @@ _MEASURED = 3  # micro-batches
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """Whose micro-batches a rank compares: it reads them after its own micro-batches of the same places.
+    """Whose micro-batches a rank compares: it reads them after its own micro-batches of an iteration.
 
     Each reader has one neighbour, and is the neighbour of one reader, in another pipeline if there are several.
     """

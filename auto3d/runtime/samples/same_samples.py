@@ -60,7 +60,10 @@ class Readers:
             for stage, _ in sorted(layout.schedule.device_of):
                 of_devices.setdefault(layout.schedule.device_of[stage, 0], stage)
             stages = tuple(sorted(of_devices.values()))
-        of_most = max(stages, key=lambda stage: layout.plan.stages[stage].replicas, default=None)
+        # The last stage waits for the others after its last backward, under most schedules. If samples are read once,
+        # only stage 0 has fingerprints in each iteration.
+        by_wait = stages if layout.read_once else stages[::-1]
+        of_most = max(by_wait, key=lambda stage: layout.plan.stages[stage].replicas, default=None)
         return cls(
             stages=stages,
             read_once=layout.read_once,
