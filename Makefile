@@ -84,7 +84,7 @@ release: $(INSTALLED)  ## run all parts of a release that are out of date, for h
 zoo: $(INSTALLED)  ## compare 400 other models with plain PyTorch; writes results/zoo.md (20 minutes); ARGS="--only llama" selects
 	$(BIN)/python -m tests.zoo $(if $(ARGS),$(ARGS),--write)
 
-cuda:  ## train plans on simulated GPUs under torch's CUDA build, plant faults, measure memory (7 GB; 15 minutes), or PART=grid or scale
+cuda:  ## train plans on simulated GPUs under torch's CUDA build, plant faults, measure memory (7 GB; 4 minutes), or PART=grid or scale
 	@$(MAKE) --silent $(CUDA)/.installed || echo "skipped: torch's CUDA build cannot be installed here"
 	@test ! -f $(CUDA)/.installed || $(CUDA)/bin/python -m tests.cuda.simulated $(PART) $(ARGS)
 
