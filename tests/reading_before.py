@@ -27,7 +27,8 @@ TOKENS, SAMPLES = 4096, 512  # tokens of a sample, and samples
 TEXT_TOKENS = 512  # tokens of a sample for the collator
 MICRO_BATCHES, MICRO_BATCH = 8, 4
 ITERATIONS = {1: 40, 4: 16, 16: 8}  # of a round
-STARTS, ROUNDS = 7, 3  # of each tree's processes, and of each source in a start
+STARTS = 7  # how often the processes of both trees are started
+ROUNDS = 3  # trainings of each source on both trees in a start
 
 
 class Rows:

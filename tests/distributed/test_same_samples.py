@@ -232,7 +232,7 @@ def test_samples_that_are_slow_to_read_are_compared_now_and_then(processes, tmp_
     own = iterations * plan.global_batch // 2
     for reads in processes.run(plan.ranks, train_and_count, "gpt2", plan, tmp_path, iterations, 0.004 / at_once):
         compared, rest = divmod(reads - own, at_once)
-        measured, due = 4, 4
+        measured, due = 4, 5  # readings before the first iteration; the first four iterations and number 16
         assert not rest
-        # A micro-batch takes 4 ms or, on a busy machine, longer. Comparisons are also due in iteration 16.
-        assert measured + due <= compared <= measured + due + 1 + iterations // 4
+        # A micro-batch takes 4 ms or, on a busy machine, longer.
+        assert measured + due - 1 <= compared <= measured + due + iterations // 4

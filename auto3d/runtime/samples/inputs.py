@@ -149,7 +149,7 @@ class MicroBatchInputs:
         """
         if self._same is None:
             return 0
-        for number, mine in sorted(self._mine.pop(iteration, {}).items()):
+        for number, mine in self._mine.pop(iteration, {}).items():  # in the order of forwards, as they are read ahead
             assert self._neighbour is not None
             place = number - self._first_micro_batch // self._slices
             other = self._neighbour.first + place, self._neighbour.replica

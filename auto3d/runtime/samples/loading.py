@@ -6,7 +6,6 @@ take time from the core that computes.
 """
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -163,12 +162,9 @@ def needs_of(
     """What the forwards of ``program`` need, in order; ``inputs_of`` maps a stage to the model's inputs that it uses.
 
     This pipeline runs ``micro_batches`` micro-batches of each global batch, beginning with ``first_micro_batch``. With
-    ``slices`` of the sequence, these numbers count slices. What ``neighbour`` reads in an iteration comes after the
-    last forward of its stage in this iteration.
+    ``slices`` of the sequence, these numbers count slices. What ``neighbour`` reads is read too.
     """
-    needs: list[Need] = []
-    of_neighbour: defaultdict[int, list[Need]] = defaultdict(list)  # iteration -> what it compares
-    last: dict[int, int] = {}  # iteration -> how many needs there are after its last forward
+    needs = []
     for step in program.steps:
         operation = step.operation
         names = tuple(inputs_of[operation.stage, operation.pipe])
@@ -176,13 +172,9 @@ def needs_of(
             for micro_batch in operation.micro_batches:
                 later, index = divmod(micro_batch, micro_batches)
                 needs.append(Need(first_iteration + later, (first_micro_batch + index) // slices, names))
-                if neighbour is not None and operation.stage == neighbour.stage:
-                    last[later] = len(needs)
-                    if index % slices == 0:
-                        other = neighbour.first + index // slices
-                        of_neighbour[later].append(Need(first_iteration + later, other, (), neighbour.replica))
-    for later, end in sorted(last.items(), key=lambda item: item[1], reverse=True):
-        needs[end:end] = sorted(of_neighbour[later], key=lambda need: need.index)
+                if neighbour is not None and operation.stage == neighbour.stage and index % slices == 0:
+                    other = neighbour.first + index // slices
+                    needs.append(Need(first_iteration + later, other, (), neighbour.replica))
     return needs
 
 

@@ -163,7 +163,7 @@ def test_what_was_read_ahead_is_forgotten_where_the_data_change():
 
 
 def test_what_a_neighbour_reads_is_read_where_it_is_compared():
-    """It is read after this rank's micro-batches of the iteration, and takes none of the memory that is pinned."""
+    """A thread reads it after this rank's micro-batch at the same place; it takes none of the memory that is pinned."""
     memory = LateMemory()
     loader, wanted, found, read = Loader(batches(), memory), [], [], []
     program = lower(build_schedule("1f1b", devices=1, micro_batches=2), ())[0]
@@ -180,7 +180,7 @@ def test_what_a_neighbour_reads_is_read_where_it_is_compared():
             micro_batches=2,
             neighbour=Neighbour(stage=0, first=2, replica=0),
         )
-        assert [(need.index, need.names) for need in program_needs] == [(0, ("ids",)), (1, ("ids",)), (2, ()), (3, ())]
+        assert [(need.index, need.names) for need in program_needs] == [(0, ("ids",)), (2, ()), (1, ("ids",)), (3, ())]
         loader.start(program_needs, 1, compares)
         for need in program_needs:
             if need.names:
