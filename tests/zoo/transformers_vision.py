@@ -99,7 +99,7 @@ ENTRIES += add(
     PICTURE,
     {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 4], "num_labels": 4},
 )
-ENTRIES += add("vision", "SwiftFormerForImageClassification", PICTURE,
+ENTRIES += wrapped("vision", "SwiftFormerForImageClassification", Double, PICTURE,
      {"image_size": 32, "depths": [1, 1, 1, 1], "embed_dims": [8, 16, 24, 32], "num_labels": 4})
 ENTRIES += add("vision", "TextNetForImageClassification", WIDE,
      {"num_labels": 4, "stem_out_channels": 8, "hidden_sizes": [8, 8, 16, 16, 32]})
