@@ -250,9 +250,16 @@ def run_and_end(words: list[str]) -> NoReturn:
     end(0)
 
 
+def starts_cuda() -> NoReturn:
+    raise AssertionError("an import begins a FakeTensorMode, which asks CUDA for its devices and so starts it")
+
+
 if __name__ == "__main__":
+    of_torch = import_module("torch._C")
+    real, of_torch._ensureCUDADeviceGuardSet = of_torch._ensureCUDADeviceGuardSet, starts_cuda  # type: ignore[attr-defined]
     for name in IMPORTED:
         import_module(name)
+    of_torch._ensureCUDADeviceGuardSet = real  # type: ignore[attr-defined]
     gc.freeze()
     asked = new_process(socket.socket(fileno=os.dup(0)))
     while asked.pop("starts", False):
