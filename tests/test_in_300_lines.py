@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.promises.preloaded import SCRIPT
 from tests.soak import soak
 
 ROOT = Path(__file__).parents[1]
@@ -32,7 +33,9 @@ def run_here(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_chooses_a_plan_and_trains_it_as_one_process_would(tmp_path):
-    done = subprocess.run([sys.executable, FILE], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300)
+    (tmp_path / SCRIPT).write_text(FILE.read_text())
+    command = [sys.executable, SCRIPT]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300)
     *rows, first, second, parity = done.stdout.splitlines()
     assert rows[1].split()[-3:] == ["8", "4", "1f1b"]  # the best: 8 samples held, in micro-batches of 4
     assert first.startswith("rank 0: F0 F1 B0 F2 B1 F3 B2 B3; ")

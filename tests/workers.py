@@ -12,6 +12,7 @@ from xdist.scheduler import LoadScopeScheduling
 SLURM = "tests/slurm"
 PROMISES = "tests/promises"
 WHEEL = f"{PROMISES}/test_wheel.py"  # a test in this file uses the cluster
+OF_WHEEL = ("[README.md]", "[docs/commands.md]")  # pages whose commands share a process of the wheel that has torch
 COMPILING = ("tests/synthesis", "tests/search/test_synthesized.py")  # tests of the same compiled code
 ON_THEIR_OWN = (  # files whose tests share nothing
     *(f"{PROMISES}/test_{name}.py" for name in ("recipes", "papers", "commands")),
@@ -52,6 +53,8 @@ NOT_QUICK = (  # tests that start processes, train, wait for SLURM or take a min
 
 class FilePerWorker(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.endswith(OF_WHEEL):
+            return OF_WHEEL[0]
         if nodeid.startswith(ON_THEIR_OWN):
             return nodeid
         for shared in ((SLURM, WHEEL), COMPILING):

@@ -59,8 +59,7 @@ SAMPLE = [  # one training for each axis
     Cell(model="t5-wide", replicas=(2, 1), shard_optimizer=True),
     Cell(model="llama-wide", schedule="pipedream"),
     Cell(model="bert-wide@bfloat16", schedule="gpipe"),
-    Cell(model="llama-wide", schedule="seq1f1b", slices=2, tp=2),
-    Cell(model="gpt2-wide", schedule="seq1f1b", slices=4, recompute=0.5),
+    Cell(model="gpt2-wide", schedule="seq1f1b", slices=4, tp=2, recompute=0.5),
 ]
 
 

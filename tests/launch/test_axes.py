@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.launch.test_layout import ROOT
+from tests.promises.preloaded import SCRIPT
 
 PROGRAM = '''
 import sys
@@ -83,9 +84,10 @@ run_command()
 
 
 @pytest.mark.parametrize("is_degree", [False, True])
-def test_a_new_axis_is_found_everywhere_from_two_fields(is_degree):
-    program = PROGRAM.replace("IS_DEGREE", f"{is_degree}")
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=110)
+def test_a_new_axis_is_found_everywhere_from_two_fields(is_degree, tmp_path):
+    (tmp_path / SCRIPT).write_text(PROGRAM.replace("IS_DEGREE", f"{is_degree}"))
+    command = [sys.executable, str(tmp_path / SCRIPT)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     lines = [line.split("\t") for line in done.stdout.splitlines()]
     assert [

@@ -23,7 +23,12 @@ def check(subject: str, found: dict[str, int]) -> None:
     assert committed.keys() == found.keys()
 
 
-def counted(command: str, folder: Path, cache: Path) -> tuple[dict[str, int], str]:
-    """The counts of `auto3d COMMAND` in ``folder``, and what it prints."""
-    printed = run(f"{sys.executable} '{COUNTED}' '{folder}/counts.json' {command}", folder, cache=cache)
+def counted(command: str, folder: Path, cache: Path, *, needs_torch: bool) -> tuple[dict[str, int], str]:
+    """The counts of `auto3d COMMAND` in ``folder``, and what it prints.
+
+    The process of a command that ``needs_torch`` has imported it before. Any other starts anew, so that the bytes which
+    it reads tell if it imports torch all the same.
+    """
+    python = "" if needs_torch else f"'{sys.executable}' "
+    printed = run(f"{python}'{COUNTED}' '{folder}/counts.json' {command}", folder, cache=cache)
     return json.loads((folder / "counts.json").read_text()), printed

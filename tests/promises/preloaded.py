@@ -35,7 +35,7 @@ SCRIPT = "forked_script.py"  # name of a test's script that may be forked too
 HASHES = {"PYTHONHASHSEED": "0"}  # with which auto3d else begins again
 LARGEST = 2**17  # bytes of a command with its environment
 FILES = 64
-DIES_WITH_PARENT, TAKES_ORPHANS = 1, 36  # of prctl(2)
+DIES_WITH_PARENT, HAS_NAME, TAKES_ORPHANS = 1, 15, 36  # of prctl(2)
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "LD_", "MALLOC_")  # variables that a process reads once
 NOT_READ = ("PYTHONHASHSEED", "OMP_NUM_THREADS")  # the one is that of HASHES, and the other is set anew
 ENVIRONMENT = dict(os.environ)
@@ -163,7 +163,11 @@ def divert(preloaded: Callable[[], Preloaded], takes: Callable[[Sequence[str]], 
 
 
 def new_process(here: socket.socket) -> dict[str, Any]:
-    """Wait for requests; returns in a process for each."""
+    """Wait for requests; returns in a process for each.
+
+    An interrupt of all processes of a command does not end it: it ends with the process that asks.
+    """
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         request, files, _, _ = socket.recv_fds(here, LARGEST, FILES)
         if not request:
@@ -191,6 +195,7 @@ def new_process(here: socket.socket) -> dict[str, Any]:
         os.close(file)
     if asked["session"]:
         os.setsid()
+    signal.signal(signal.SIGINT, interrupt)
     signal.pthread_sigmask(signal.SIG_SETMASK, asked["mask"])
     os.chdir(asked["folder"])
     os.environ.clear()
@@ -215,8 +220,12 @@ def with_its_own(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_python(words: list[str]) -> None:
-    """What Python does with the arguments ``words``."""
+    """What Python does with the arguments ``words``.
+
+    A process gets the name of its module, as far as the kernel keeps it: its command line is that of its parent.
+    """
     if words[0] == "-m":
+        CONTROL(HAS_NAME, words[1].encode())
         sys.argv, sys.path[0] = words[1:], os.getcwd()
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     elif words[0] == "-c":
@@ -250,9 +259,16 @@ def run_and_end(words: list[str]) -> NoReturn:
     end(0)
 
 
+def starts_cuda() -> NoReturn:
+    raise AssertionError("an import begins a FakeTensorMode, which asks CUDA for its devices and so starts it")
+
+
 if __name__ == "__main__":
+    of_torch = import_module("torch._C")
+    real, of_torch._ensureCUDADeviceGuardSet = of_torch._ensureCUDADeviceGuardSet, starts_cuda  # type: ignore[attr-defined]
     for name in IMPORTED:
         import_module(name)
+    of_torch._ensureCUDADeviceGuardSet = real  # type: ignore[attr-defined]
     gc.freeze()
     asked = new_process(socket.socket(fileno=os.dup(0)))
     while asked.pop("starts", False):

@@ -9,7 +9,7 @@ from functools import cache as cached
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from tests.promises.preloaded import SCRIPT, Preloaded
+from tests.promises.preloaded import Preloaded
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(sys.executable).parent
@@ -33,15 +33,16 @@ def run(
 
     ``programs`` is the folder with `auto3d`, for which PROGRAMS stands in ``command`` too; ``cache`` is that of
     captures (default: the one that all tests share), and ``variables`` are added to the environment. The command may
-    also be SCRIPT, a file in ``folder``.
+    also be a script of Python.
     """
     environment = {**os.environ, **(variables or {}), "PATH": f"{programs}:{os.environ['PATH']}"}
     if cache is not None:
         environment["AUTO3D_CACHE"] = str(cache)
     words = shlex.split(command.replace("PROGRAMS/", f"{programs}/"), comments=True)
     with TemporaryFile() as output:
-        if words[0] in ("auto3d", "torchrun", SCRIPT):
-            if words[0] != SCRIPT:
+        is_script = words[0].endswith(".py")
+        if is_script or words[0] in ("auto3d", "torchrun"):
+            if not is_script:
                 words[0] = str(programs / words[0])
             ended = preloaded(programs).run(words, folder, environment, output.fileno(), timeout_s)
         else:

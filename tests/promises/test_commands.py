@@ -35,6 +35,7 @@ TWICE = "training.iterations=2 training.global_batch=8 launch.executor=local"
 FEW = f"{TWICE} {UNCOMPARED}"
 SAVED = f"training.checkpoint_every=1 {FEW}"
 FIT = "auto3d calibrate RECIPE --measurements m.csv --folds 2 --parameter launch_s --parameter matrix_efficiency"
+DOCTOR = "auto3d doctor tiny --devices --report doctor.md cluster.devices_per_node=2"
 INSTEAD = {  # command -> a smaller one of the same kind
     "auto3d tune tiny": f"auto3d tune tiny {ONE} search.trials=1 prediction.profile=none",
     "auto3d sweep tiny": f"auto3d sweep tiny {TWO}",
@@ -57,7 +58,8 @@ INSTEAD = {  # command -> a smaller one of the same kind
     "auto3d train tiny --fresh --trace": f"auto3d train tiny --fresh --trace {FEW}",
     "auto3d train tiny plan.dp=2 plan.pp=2": f"auto3d train tiny plan.dp=2 plan.pp=2 {TWICE}",
     "torchrun --nproc-per-node=4 .venv/bin/auto3d train tiny plan.dp=2 plan.pp=2": (
-        f"torchrun --nproc-per-node=2 .venv/bin/auto3d train tiny plan.pp=2 training.iterations=2 {UNCOMPARED}"
+        "torchrun --nproc-per-node=2 .venv/bin/auto3d train tiny plan.pp=2 training.iterations=2 "
+        f"training.global_batch=8 {UNCOMPARED}"
     ),
     "auto3d train tiny training.checkpoint_every=100": f"auto3d train tiny {SAVED}",
     "auto3d train tiny training.checkpoint_every=100 plan.pp=4": (f"auto3d train tiny {SAVED} plan.pp=4"),
@@ -74,9 +76,8 @@ INSTEAD = {  # command -> a smaller one of the same kind
     ),
     "auto3d profile tiny": "auto3d profile tiny cluster.devices_per_node=1",
     "auto3d profile RECIPE": "auto3d profile tiny cluster.devices_per_node=1",
-    "auto3d doctor tiny --devices --report doctor.md": (
-        "auto3d doctor tiny --devices --report doctor.md cluster.devices_per_node=2"
-    ),
+    "auto3d doctor tiny": DOCTOR,  # which checks the same, too
+    "auto3d doctor tiny --devices --report doctor.md": DOCTOR,
     "auto3d plan gpt20b --all": "auto3d plan tiny --all",
     "auto3d plan gpt20b search.simulations=2000": "auto3d plan tiny search.simulations=5",
     "auto3d paper merak-fig10a": "auto3d paper chimera-table3",
@@ -161,7 +162,7 @@ def runnable(command: str) -> str:
 def own_commands(page: str) -> list[str]:
     """What runs of the commands of ``page`` that no page before it has."""
     before = {runnable(command) for earlier in PAGES[: PAGES.index(page)] for command in commands(earlier)}
-    found = [runnable(command) for command in commands(page) if not tried_elsewhere(command)]
+    found = dict.fromkeys(runnable(command) for command in commands(page) if not tried_elsewhere(command))
     return [command for command in found if command not in before]
 
 

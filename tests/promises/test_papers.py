@@ -1,6 +1,10 @@
-"""Quick items of every paper are made again, and keep every claim that results/papers/ says they keep."""
+"""Quick items of every paper are made again, and keep every claim that results/papers/ says they keep.
+
+Of two of them, a part is left out that no verdict depends on; with AUTO3D_WHOLE set, they are made whole.
+"""
 
 import csv
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,13 @@ QUICK = (
     "rannc-coarsening",
     "rannc-fig5",
 )
+LEFT_OUT = {  # item -> text of its file, and what stands for it here
+    "merak-table2": {
+        "\n        GPT-2.5B: [model=gpt-2.5b, data.sequence_length=1024]": "",
+        "\n        GPT-175B: []": "",
+    },
+    "rannc-coarsening": {"layers: [12, 24, 48]": "layers: [12, 48]", "uncoarsened: 24": "uncoarsened: 12"},
+}
 TIMES = ("ms", "ms_of_loading_ranks", "minutes", "seconds")  # they depend on the machine, which may be busy
 
 
@@ -28,7 +39,12 @@ def test_every_paper_has_two_but_amp_of_which_only_one_is_quick():
 
 @pytest.mark.parametrize("item", QUICK)
 def test_an_item_keeps_its_claims(item: str, tmp_path: Path):
-    run(f"auto3d paper {item} --output made", tmp_path)
+    text = (FOLDER / f"{item}.yaml").read_text()
+    for whole, part in () if "AUTO3D_WHOLE" in os.environ else LEFT_OUT.get(item, {}).items():
+        assert text.count(whole) == 1
+        text = text.replace(whole, part)
+    (tmp_path / f"{item}.yaml").write_text(text)
+    run(f"auto3d paper {item}.yaml --output made", tmp_path)
     committed, made = ROOT / "results/papers" / f"{item}-claims.csv", tmp_path / "made" / f"{item}-claims.csv"
     assert made.is_file() == committed.is_file()
     if committed.is_file():

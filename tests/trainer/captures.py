@@ -1,9 +1,9 @@
 """Captures that the tests share: many of them train one model, whose capture takes longer than its training.
 
 A capture reads the module that it builds, but no values of its tensors. So where a module is of the code of torch, of
-transformers and of small.py alone, whose forwards read no variables of their file, and equal to an earlier one in its
-plain values, shapes and ties, its capture is equal too: it is loaded as tests.models.captured loads captures, or taken
-from this process if it has it. Any other model is captured each time.
+transformers and of these tests alone, here of functions that read no variables of their file, and equal to an earlier
+one in its plain values, shapes and ties, its capture is equal too: it is loaded as tests.models.captured loads
+captures, or taken from this process if it has it. Any other model is captured each time.
 """
 
 import fcntl
@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
-from types import CodeType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -33,8 +33,11 @@ from auto3d.capture.program_json import NotStorableError, captured_from_json, ca
 from auto3d.capture.repeats import HOOKS
 from auto3d.trainer.instance import kept_by_forward
 from auto3d.trainer.loss_mean import loss_mean_of
+from auto3d.trainer.own_loss import with_loss
 
-LIBRARIES = ("torch.", "transformers.", "tests.trainer.small.")
+OURS = "tests.trainer."
+LIBRARIES = ("torch.", "transformers.", OURS)
+FORWARD = with_loss(nn.Identity, None, constants={"a constant": 0})().forward.__code__  # that of all such modules
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _HERE: dict[str, CapturedModel] = {}  # captures of this process
 
@@ -146,6 +149,10 @@ def traits_of(model: nn.Module) -> list[Any]:
         own = {key: value for key, value in vars(module).items() if key not in OF_EVERY_MODULE}
         tie = first.setdefault(id(module), name)
         traits.append((name, tie, of_library(type(module)), of_library(type(module).forward), plain(own)))
+        for kind in type(module).__mro__:
+            for method in vars(kind).values() if kind.__module__.startswith(OURS) else ():
+                if isinstance(method, FunctionType) and method.__name__ != "__init__":  # that builds what is read here
+                    check_reads(method)
     return traits
 
 
@@ -159,6 +166,10 @@ def plain(value: Any) -> Any:
         return type(value).__name__, sorted(repr(plain(each)) for each in value)
     if isinstance(value, dict):
         return type(value).__name__, [(plain(key), plain(each)) for key, each in value.items()]
+    if getattr(value, "__code__", None) is FORWARD:
+        (call,) = (cell.cell_contents for cell in value.__closure__)
+        if isinstance(call, partial) and call.func.__func__ is type(call.func.__self__).forward:
+            return "constants", plain(call.keywords)
     if isinstance(value, PretrainedConfig | GenerationConfig):
         return type(value).__name__, plain(dict(sorted(vars(value).items())))  # a set of names made their order
     return of_library(value)
@@ -170,4 +181,18 @@ def of_library(value: Any) -> str:
     bound = not isinstance(getattr(value, "__self__", None), (ModuleType, type(None)))
     if not f"{module}.".startswith(LIBRARIES) or "<" in name or bound:  # a name with it is of several functions
         raise OtherCodeError
+    if isinstance(value, FunctionType):
+        check_reads(value)
     return f"{module}.{name}"
+
+
+def check_reads(function: FunctionType) -> None:
+    """Raise OtherCodeError if ``function`` is of these tests and reads a variable of its file."""
+    if not function.__module__.startswith(OURS):
+        return
+    codes = [function.__code__]
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        for name in function.__globals__.keys() & code.co_names:
+            if not isinstance(value := function.__globals__[name], (ModuleType, BuiltinFunctionType)):
+                of_library(value)

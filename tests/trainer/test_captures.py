@@ -8,6 +8,7 @@ from auto3d.capture.empty import empty_model
 from auto3d.capture.export import TRAINING, InputSpec, Mode
 from auto3d.capture.model import capture
 from auto3d.trainer.instance import build_of
+from auto3d.trainer.own_loss import with_loss
 from tests.trainer.captures import _HERE, OtherCodeError, shared_capture, traits_of
 
 SIZES = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -47,6 +48,26 @@ def replaced(model):
     model.forward = lambda **inputs: forward(**inputs)
 
 
+SCALE = 2.0
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, input_ids, labels):
+        return scaled_in_place(input_ids)
+
+
+def scaled_in_place(x):
+    return [value * SCALE for value in (x,)]
+
+
+def of_a_variable(model):
+    model.scaled = Scaled()
+
+
+def by_a_function(model):
+    model.scale = scaled_in_place
+
+
 def traits(model):
     return repr(traits_of(empty_model(build_of(model), "cpu").module))
 
@@ -76,7 +97,14 @@ def test_a_model_that_differs_has_other_traits(change):
     assert traits(model) != before
 
 
-@pytest.mark.parametrize("change", [hooked, hooked_gradient, replaced])
+def test_constants_of_each_call_are_traits():
+    builds = [with_loss(build_of(llama()), None, constants={"scale": scale}) for scale in (1.0, 1.0, 2.0)]
+    first, same, other = (repr(traits_of(empty_model(build, "cpu").module)) for build in builds)
+    assert first == same
+    assert first != other
+
+
+@pytest.mark.parametrize("change", [hooked, hooked_gradient, replaced, of_a_variable, by_a_function])
 def test_other_code_is_captured_each_time(change):
     model = llama()
     change(model)

@@ -25,6 +25,7 @@ from tests.trainer.test_draws import AHEAD, CASES, CLASSES, made, numbers, train
 
 DRAWN = ("torch", "random", "numpy")  # what ``trained`` draws at the end
 TWO = {"dataloader_num_workers": 2}
+SELDOM = TWO | {"eval_steps": 4}  # each evaluation forks workers of its own
 
 
 @pytest.mark.parametrize(
@@ -39,9 +40,9 @@ TWO = {"dataloader_num_workers": 2}
     ids=str,
 )
 def test_workers_read_what_they_do_in_one_process(degrees, names, processes, tmp_path):
-    (alone,) = processes.run(1, partial(trained, names=names, options=TWO), tmp_path, None, *CLASSES)
+    (alone,) = processes.run(1, partial(trained, names=names, options=SELDOM), tmp_path, None, *CLASSES)
     ranks = processes.run(
-        prod(degrees.values()), partial(trained, names=names, options=TWO, **degrees), tmp_path, free_port()
+        prod(degrees.values()), partial(trained, names=names, options=SELDOM, **degrees), tmp_path, free_port()
     )
     for name, expected in alone.items():
         drawn = len(DRAWN) if name == "nothing" else 0  # data that draw nothing leave the script's generators alone
@@ -73,7 +74,7 @@ def test_a_training_with_workers_that_resumes_draws_the_same(processes, tmp_path
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of tokens; ``of_worker`` is called in a worker before sample 301 is read."""
+    """Rows of tokens; ``of_worker`` is called in a worker before sample 41 is read."""
 
     def __init__(self, of_worker):
         self.rows, self.of_worker = small.with_labels(small.rows(400)), of_worker
@@ -82,7 +83,7 @@ class Rows(torch.utils.data.Dataset):
         return len(self.rows)
 
     def __getitem__(self, number):
-        if number == 301 and torch.utils.data.get_worker_info() is not None:
+        if number == 41 and torch.utils.data.get_worker_info() is not None:
             self.of_worker()
         return self.rows[number]
 
@@ -113,12 +114,12 @@ def failing(world, folder, port, of_worker):
         (
             raise_it,
             "train_dataset, eval_dataset or data_collator: worker 0 raised OSError: no such file in "
-            rf"{__file__}, line \d+; reading sample 301 of the dataset failed",
+            rf"{__file__}, line \d+; reading sample 41 of the dataset failed",
         ),
         (
             be_killed,
             r"TrainingArguments.dataloader_num_workers: worker 0 of 2 \(process id \d+\) has ended by signal 9 "
-            r"\(SIGKILL\), at samples (292, 293|296, 297|300, 301) of the dataset or the next that it was to read: its "
+            r"\(SIGKILL\), at samples (32, 33|36, 37|40, 41) of the dataset or the next that it was to read: its "
             r"memory may not be enough \(of the host, or of /dev/shm\), or its code may have ended it",
         ),
     ],

@@ -1,9 +1,11 @@
 """status, logs, cancel, resume and --detach for trials on this machine."""
 
+import _posixsubprocess
 import csv
 import fcntl
 import re
 import shlex
+import subprocess
 
 import psutil
 import pytest
@@ -16,6 +18,8 @@ from launch.store.manifest import Entry, State, histories
 from launch.store.trials import manifest_of, trials_of
 from launch.store.watcher import write_failure
 from tests.launch.drivers.test_sweep import gone, left_in, wait_until
+from tests.promises.preloaded import divert
+from tests.promises.running import PROGRAMS, preloaded
 from tests.test_plan import PLAN
 
 
@@ -83,7 +87,15 @@ def test_resume_of_a_tune_starts_what_failed_in_it_and_not_in_a_sweep(folder, au
     assert starts() == [1, 3, 1]
 
 
-def test_a_detached_sweep_is_followed_and_cancelled(folder, auto3d):
+@pytest.fixture
+def forked(monkeypatch):
+    """What runs in the background is forked from the process that has torch, too."""
+    for module, name in ((_posixsubprocess, "fork_exec"), (subprocess, "_fork_exec")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    divert(lambda: preloaded(PROGRAMS), lambda words: words[:2] == ["-m", "launch.main"])
+
+
+def test_a_detached_sweep_is_followed_and_cancelled(folder, auto3d, forked):
     told = auto3d("sweep", "own.yaml", "search.micro_batch_size=[4]", "--detach").out
     assert "auto3d status own.yaml --watch" in told
     driver = psutil.Process(int(told.split()[1]))

@@ -23,9 +23,10 @@ from launch.model.sweep_plans import plans_of_sweep
 from launch.recipe.load import load
 from launch.store.trials import exclusive
 from tests.launch.conftest import write_recipes
+from tests.promises.running import PROGRAMS
 from tests.soak import soak
 
-AUTO3D = [sys.executable, "-m", "launch.main"]
+AUTO3D = [sys.executable, str(PROGRAMS / "auto3d")]
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def start_sweep(folder: Path, *arguments: str) -> subprocess.Popen:
 
 def forks_trials(process: psutil.Process) -> bool:
     """Whether this is the process that a sweep forks its trials from, or was forked from it."""
-    return "launch.executors" in process.cmdline()
+    return "launch.executors" in process.cmdline() or process.name() == "launch.executors"[:15]  # if it was forked
 
 
 def warm_below(pid: int) -> list[psutil.Process]:
@@ -250,9 +251,9 @@ def swept(tmp_path_factory):
     fault = f"{line}        y = y + 8 // (x.shape[0] * x.shape[0]) // 8 * 3\n"  # a target beyond the classes
     wide = model.replace("width=16", "width=16384")  # large enough to be seen beside the interpreter's memory
     (folder / "mine.py").write_text(wide.replace(line, fault))
-    done = subprocess.run(
-        [*AUTO3D, "sweep", "own.yaml", SPACE], cwd=folder, capture_output=True, text=True, check=False
-    )
+    command, path = [*AUTO3D, "sweep", "own.yaml", SPACE], f"{PROGRAMS}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path}  # commands that it names begin with auto3d
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder, done
 

@@ -1,7 +1,11 @@
 """The page in a real browser, opened as a file, with the network forbidden."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +23,9 @@ def chromium():
         yield started
 
 
-@pytest.fixture
-def opened(chromium, tmp_path):
-    """Opens the page of a report; the test fails at an error of a script, or at any request but that for the page."""
+@contextmanager
+def opening(chromium: Any, folder: Path) -> Iterator[Callable[..., Any]]:
+    """Opens the page of a report; fails at an error of a script, or at any request but that for the page."""
     contexts, problems, requests = [], [], []
 
     def open_(report, **options):
@@ -31,7 +35,7 @@ def opened(chromium, tmp_path):
         page.on("pageerror", lambda error: problems.append(error.message))
         page.on("console", lambda line: problems.append(line.text) if line.type in ("error", "warning") else None)
         page.on("request", lambda request: requests.append(request.url))
-        address = write(report, tmp_path / "report.html")
+        address = write(report, folder / "report.html")
         page.goto(address)
         page.wait_for_selector("html[data-ready]", state="attached")
         page.address = address
@@ -42,6 +46,22 @@ def opened(chromium, tmp_path):
         context.close()
     assert problems == []
     assert all(url.startswith(("file://", "blob:")) for url in requests)
+
+
+@pytest.fixture
+def opened(chromium, tmp_path):
+    with opening(chromium, tmp_path) as open_:
+        yield open_
+
+
+@pytest.fixture(scope="module")
+def of_eight(chromium, tmp_path_factory):
+    """A report of eight plans and its page, which takes seconds to open, for tests that choose a plan themselves."""
+    report = report_with(8)
+    with opening(chromium, tmp_path_factory.mktemp("eight")) as open_:
+        page = open_(report)
+        assert page.input_value("#plan") == str(report.details[0].row)
+        yield report, page
 
 
 def numbers(page) -> list[int]:
@@ -87,9 +107,8 @@ def test_the_table_sorts_filters_and_picks(opened):
     assert "chosen" in page.get_attribute("#table tr:has(button.pick:text-is('3'))", "class")
 
 
-def test_the_timeline_draws_what_the_simulator_made(opened):
-    report = report_with(8)
-    page = opened(report)
+def test_the_timeline_draws_what_the_simulator_made(of_eight):
+    report, page = of_eight
     for detail in report.details:
         page.select_option("#plan", str(detail.row))
         bars = page.evaluate("(({x, base, y}) => ({x, base, y}))(document.getElementById('timeline').data[0])")
@@ -109,10 +128,10 @@ def test_the_timeline_draws_what_the_simulator_made(opened):
     assert colours["micro"] > colours["kind"] > 1
 
 
-def test_the_keyboard_zooms_and_reads_the_timeline(opened):
-    report = report_with(8)
-    page = opened(report)
+def test_the_keyboard_zooms_and_reads_the_timeline(of_eight):
+    report, page = of_eight
     detail = report.details[0]
+    page.select_option("#plan", str(detail.row))
     span = "(([a, b]) => b - a)(document.getElementById('timeline').layout.xaxis.range)"
     page.focus("#timeline")
     before = page.evaluate(span)
@@ -158,9 +177,9 @@ def test_no_text_of_a_user_is_html(opened, tmp_path):
     assert str(tmp_path) not in (tmp_path / "report.html").read_text()
 
 
-def test_a_saved_plan_is_the_plan(opened):
-    report = report_with(6)
-    page = opened(report)
+def test_a_saved_plan_is_the_plan(of_eight):
+    report, page = of_eight
+    page.select_option("#plan", str(report.details[0].row))
     with page.expect_download() as caught:
         page.click("#save")
     assert caught.value.suggested_filename == "plan.json"

@@ -19,6 +19,7 @@ from launch.run import devices
 from launch.run.devices import DevicePool, Gpu, parse_gpu_list, parse_visible_devices, present_devices, visible_devices
 from launch.store.watcher import Watcher
 from tests.fake_gpus import FOUR, SPLIT, WITNESS, seen_in, write_nvidia_smi
+from tests.promises.preloaded import SCRIPT
 
 WHOLE = [Gpu("GPU-aa-1"), Gpu("GPU-ab-2"), Gpu("GPU-c-3")]
 MIXED = [Gpu("GPU-aa-1", ("MIG-x", "MIG-y")), Gpu("GPU-ab-2")]
@@ -265,9 +266,10 @@ for package in (auto3d, launch):
 """
 
 
-def test_no_import_starts_cuda():
-    """Except for those of other systems, which run in processes of their own."""
-    subprocess.run([sys.executable, "-c", IMPORTS], check=True, timeout=120)
+def test_no_import_starts_cuda(tmp_path):
+    """Except for those of other systems, which run in processes of their own; preloaded.py looks at its own imports."""
+    (tmp_path / SCRIPT).write_text(IMPORTS)
+    subprocess.run([sys.executable, SCRIPT], cwd=tmp_path, check=True, timeout=120)
 
 
 @pytest.fixture

@@ -1,10 +1,9 @@
 """run_ranks: whatever happens to a rank, the run ends soon, reports the cause, and leaves no process."""
 
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import psutil
@@ -110,16 +109,10 @@ def test_a_run_that_exceeds_its_time_limit_is_ended():
     assert set(psutil.Process().children()) <= before, "none of its processes is left"
 
 
-PARENT = """
-import time
-from launch.run.ranks import run_ranks
-from tests.launch.run.test_ranks import compute_for_ever
-run_ranks(2, compute_for_ever, limit_s=None)
-"""
-
-
 def test_ranks_end_with_their_parent_even_if_it_is_killed():
-    parent = subprocess.Popen([sys.executable, "-c", PARENT])
+    context = multiprocessing.get_context("fork")
+    parent = context.Process(target=run_ranks, args=(2, compute_for_ever), kwargs={"limit_s": None})
+    parent.start()
     try:
         deadline = time.monotonic() + 60
         while len(psutil.Process(parent.pid).children()) < 2:
@@ -129,7 +122,7 @@ def test_ranks_end_with_their_parent_even_if_it_is_killed():
         ranks = psutil.Process(parent.pid).children()
     finally:
         parent.kill()
-        parent.wait()
+        parent.join()
     deadline = time.monotonic() + 5
     while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
         assert time.monotonic() < deadline, "orphans"
