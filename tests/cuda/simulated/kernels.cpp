@@ -271,18 +271,21 @@ Tensor dropout_backward(const Tensor& gradient, const Tensor& mask, double scale
   return output;
 }
 
-// One call of fused attention: as the CPU's fused kernel where that computes it, otherwise by its formula.
+// One call of fused attention: as the CPU's fused kernel where that computes it, otherwise by its formula, as on the CPU.
 struct Attention {
   Tensor query, key, value, bias;
   double dropout_p;
   bool is_causal;
   std::optional<double> scale;
+  bool by_formula;  // there is dropout, or the bias learns
 
   std::optional<Tensor> mask() const { return bias.defined() ? std::optional<Tensor>(bias) : std::nullopt; }
 
+  // Like the CPU's formula and the fused kernels, it rounds nothing but its result to the type of the query.
   Tensor formula(const std::optional<at::Generator>& generator) const {
     double root = std::sqrt(scale.value_or(1 / std::sqrt((double)query.size(-1))));
-    Tensor weights = at::matmul(query * root, key.transpose(-2, -1) * root);
+    at::ScalarType wide = at::promote_types(query.scalar_type(), at::kFloat);
+    Tensor weights = at::matmul(query.to(wide) * root, key.to(wide).transpose(-2, -1) * root);
     if (is_causal) {
       Tensor allowed = at::ones({query.size(-2), key.size(-2)}, at::kBool).tril();
       weights = weights.masked_fill(allowed.logical_not(), -std::numeric_limits<double>::infinity());
@@ -290,20 +293,21 @@ struct Attention {
     if (bias.defined()) weights = weights + bias;
     weights = at::_safe_softmax(weights, -1);
     if (dropout_p > 0) weights = weights * at::empty_like(weights).bernoulli_(1 - dropout_p, generator).div_(1 - dropout_p);
-    return at::matmul(weights, value);
+    return at::matmul(weights, value.to(wide)).to(query.scalar_type());
   }
 };
 
 Attention attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& bias, double p, bool causal, std::optional<double> scale) {
-  return {on_host(query), on_host(key), on_host(value), on_host(bias), p, causal, scale};
+  bool learns = bias.defined() && bias.requires_grad();
+  return {on_host(query), on_host(key), on_host(value), on_host(bias), p, causal, scale, p > 0 || learns};
 }
 
 // Queue the forward of `call`. The seed of its dropout is kept in `seed`, from which the backward draws the same numbers.
 void attend(const Attention& call, const Tensor& output, const Tensor& sums, const Tensor& seed) {
   auto generator = drawn_from(std::nullopt, output.device());
   enqueue("attention", [call, generator, to = on_host(output), sums = on_host(sums), seed = on_host(seed)] {
-    if (call.dropout_p > 0) {
-      seed.reshape(-1)[0].copy_(at::scalar_tensor((int64_t)generator.current_seed(), at::kLong).to(seed.scalar_type()));
+    if (call.dropout_p > 0) seed.reshape(-1)[0].copy_(at::scalar_tensor((int64_t)generator.current_seed(), at::kLong).to(seed.scalar_type()));
+    if (call.by_formula) {
       to.copy_(call.formula(generator));
       return;
     }
