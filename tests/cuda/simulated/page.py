@@ -1,4 +1,4 @@
-"""Writes results/cuda/simulated.md from the file of records beside it: python -m tests.cuda.simulated.page"""
+"""Writes results/cuda/simulated.md from the records beside it: python -m tests.cuda.simulated.page"""
 
 import json
 from collections import Counter
@@ -44,6 +44,15 @@ def cells(records: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def scale() -> str:
+    """What `scale` found, and whether counts and memory are as they should be."""
+    found = json.loads((FOLDER / "simulated_scale.json").read_text())
+    table = tabulate(found["rows"], found["columns"], tablefmt="pipe", disable_numparse=True)
+    right = "are" if found["right"] else "are **not**"
+    made = f"{found['software']}, commit {found['commit']}, {found['date']}"
+    return f"{table}\n\nCounts and device memory {right} those of a plan of fewer pipelines. {made}."
+
+
 def main() -> None:
     lines = (FOLDER / "simulated.jsonl").read_text().splitlines()
     latest = {each["case"]: each for each in map(json.loads, lines)}
@@ -55,6 +64,7 @@ def main() -> None:
         of_low=summary(low),
         full=cells(full),
         of_full=summary(full),
+        scale=scale(),
         software="; ".join(f"{made} ({count} cells)" for made, count in software.items()),
     )
     (FOLDER / "simulated.md").write_text(text)
@@ -86,6 +96,13 @@ float32, which may be at most twice as large as *plain from float32*, the error 
 {of_full}.
 
 {full}
+
+## One rank of many
+
+`make cuda PART=scale ARGS="--record results/cuda/simulated_scale.json"`: one rank of plans of tp 4, pp 8 and 1, 2 or 16
+pipelines, whose other ranks do not exist. Times are processor time of the main thread, on a busy machine.
+
+{scale}
 
 Made by `python -m tests.cuda.simulated.page` from the records beside this page.
 """

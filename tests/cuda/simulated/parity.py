@@ -70,7 +70,7 @@ class Case:
     @property
     def allowed(self) -> float:
         """The largest difference from the CPU runtime, relative to the largest element of each tensor."""
-        return ALLOWED_IN_LOW_PRECISION if self.low_precision else ALLOWED
+        return ALLOWED_IN_LOW_PRECISION if self.low_precision and self.model.startswith("t5") else ALLOWED
 
 
 def case(name: str, model: str, optimizer: OptimizerSettings = SGD, **axes: Any) -> Case:
@@ -106,8 +106,9 @@ CASES = (
 )
 
 ALLOWED = 1e-5  # difference from the CPU runtime, relative to the largest element of each tensor
-# The same in bfloat16, 8 roundings of 2^-8: from the CPU runtime, since a weight that differs in its last bit may round
-# to another copy in the next iteration; and from plain PyTorch where sums over tensor-parallel ranks round.
+# In bfloat16, 8 roundings of 2^-8. It is for plain PyTorch where sums over tensor-parallel ranks round, and for the CPU
+# runtime of T5: a GPU rounds the gradient of attention's bias for each sample before it adds, a CPU their sum, and a
+# weight that differs in its last bit may round to another copy in the next iteration.
 ALLOWED_IN_LOW_PRECISION = 2**-5
 # The error of tensor-parallel gradients in low precision from plain PyTorch in float32, in times of that of plain
 # PyTorch in low precision: a product that is split rounds its parts and their sum, where the whole product rounds once.
