@@ -1,6 +1,7 @@
 """Writes results/cuda/simulated.md from the records beside it: python -m tests.cuda.simulated.page"""
 
 import json
+import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from datetime import date
@@ -18,10 +19,18 @@ DIFFERENCES = {"CPU": "CPU runtime", "plain": "plain", "float32": "float32", "pl
 
 
 def made_here() -> dict[str, str]:
-    """The commit, the date and the software of a record; raises ValueError if tracked files were changed."""
+    """The engine's last commit, the date and the software, for a record; raises ValueError if files were changed."""
+    commit_here()
+    last = ["git", "rev-list", "-1", "--abbrev-commit", "--abbrev=12", "HEAD", "--", "auto3d"]
+    engine = subprocess.run(last, capture_output=True, text=True, check=True).stdout.strip()
     here = Environment.here("cpu")
     software = f"torch {here.torch}, transformers {here.transformers}, Python {here.python}"
-    return {"commit": commit_here(), "date": date.today().isoformat(), "software": software}
+    return {"engine": engine, "date": date.today().isoformat(), "software": software}
+
+
+def words_of(made: dict[str, str]) -> str:
+    """What ``made_here`` has given, for a reader."""
+    return f"{made['software']}, engine of commit {made['engine']}, {made['date']}"
 
 
 def summary(records: Sequence[dict[str, Any]]) -> str:
@@ -38,10 +47,8 @@ def cells(records: Sequence[dict[str, Any]]) -> str:
     for each in records:
         found = each["differences"]
         errors = (error_text(found[name]) if name in found else "" for name in names)
-        rows.append((each["case"], each["ranks"], "right" if each["right"] else "**wrong**", *errors, each["commit"]))
-    return tabulate(
-        rows, ("cell", "ranks", "result", *names.values(), "commit"), tablefmt="pipe", disable_numparse=True
-    )
+        rows.append((each["case"], each["ranks"], "right" if each["right"] else "**wrong**", *errors))
+    return tabulate(rows, ("cell", "ranks", "result", *names.values()), tablefmt="pipe", disable_numparse=True)
 
 
 def scale() -> str:
@@ -49,8 +56,7 @@ def scale() -> str:
     found = json.loads((FOLDER / "simulated_scale.json").read_text())
     table = tabulate(found["rows"], found["columns"], tablefmt="pipe", disable_numparse=True)
     right = "are" if found["right"] else "are **not**"
-    made = f"{found['software']}, commit {found['commit']}, {found['date']}"
-    return f"{table}\n\nCounts and device memory {right} those of a plan of fewer pipelines. {made}."
+    return f"{table}\n\nCounts and device memory {right} those of a plan of fewer pipelines. {words_of(found)}."
 
 
 def main() -> None:
@@ -58,7 +64,7 @@ def main() -> None:
     latest = {each["case"]: each for each in map(json.loads, lines)}
     low = [each for name, each in sorted(latest.items()) if "@" in name]
     full = [each for name, each in sorted(latest.items()) if "@" not in name]
-    software = Counter(f"{each['software']}, {each['date']}" for each in latest.values())
+    software = Counter(map(words_of, latest.values()))
     text = TEXT.format(
         low=cells(low),
         of_low=summary(low),
@@ -75,7 +81,7 @@ TEXT = """\
 
 Cells of the suite's sample of the grids, trained by the CUDA build of torch on simulated GPUs
 ([docs](../../docs/runtime.md#simulated-gpus)), each by the last run that was recorded: `make cuda PART=grid
-ARGS="--record results/cuda/simulated.jsonl"`. Software and dates: {software}.
+ARGS="--record results/cuda/simulated.jsonl"`. Made with {software}.
 
 *CPU runtime*: the largest difference of any loss, norm, gradient, parameter or buffer from the same plan on CPUs, whose
 ranks add as the simulated NCCL does; 0 is equal in bits. *plain*: the largest error of any gradient from plain PyTorch,
