@@ -81,7 +81,7 @@ TEXT = """\
 
 Cells of the suite's sample of the grids, trained by the CUDA build of torch on simulated GPUs
 ([docs](../../docs/runtime.md#simulated-gpus)), each by the last run that was recorded: `make cuda PART=grid
-ARGS="--record results/cuda/simulated.jsonl"`. Made with {software}.
+ARGS="--record results/cuda/simulated.jsonl"`; a cell without a run is not here. Made with {software}.
 
 *CPU runtime*: the largest difference of any loss, norm, gradient, parameter or buffer from the same plan on CPUs, whose
 ranks add as the simulated NCCL does; 0 is equal in bits. *plain*: the largest error of any gradient from plain PyTorch,
