@@ -27,6 +27,7 @@ from auto3d.runtime.rank import build_rank
 from auto3d.runtime.samples.batch_targets import BatchTargets
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.schedule import schedule_of
+from tests.cuda.simulated import graphs
 from tests.memory_grid import SAMPLES, Cell, optimizer_of, plan_of
 from tests.models import TRAINED, captured, precision_of
 from tests.processes import ProcessPool
@@ -154,6 +155,7 @@ def main(words: tuple[str, ...]) -> None:
             for rank, each in enumerate(found):
                 sizes = (each.predicted, each.allocated, each.reserved, each.workspaces)
                 rows.append((str(cell), str(rank), *(f"{size / MIB:.2f}" for size in sizes), f"{each.error:+.2%}"))
+        [(own, changed)] = pool.run(1, graphs.kept)
     columns = ("plan", "rank", "predicted MiB", "peak MiB", "reserved MiB", "workspaces MiB", "error")
     print(tabulate(rows, columns, disable_numparse=True, colalign=("left", *["right"] * 6)))
     allowed = (
@@ -163,6 +165,8 @@ def main(words: tuple[str, ...]) -> None:
         f"{'right' if right else 'WRONG'}: peaks of {len(rows)} ranks of {len(cells)} plans; {allowed}; workspaces "
         "must be those of the estimate"
     )
+    right &= own > 0 and changed == 0
+    print(f"a CUDA graph keeps {own / MIB:.0f} MiB for itself, and its replays allocate {changed} bytes")
     sys.exit(not right)
 
 

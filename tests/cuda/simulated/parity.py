@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,7 +38,7 @@ from auto3d.runtime.training import Training
 from auto3d.schedule import samples_at_once
 from tests import models
 from tests.cuda import trainer
-from tests.cuda.simulated import faults
+from tests.cuda.simulated import faults, graphs
 from tests.cuda.simulated.ordered_sums import order_sums
 from tests.distributed import test_uneven
 from tests.distributed.parity import ADAMW, SGD, assert_parity, make_plan, parameters_after, plain_pytorch, run_rank
@@ -115,6 +114,7 @@ ALLOWED_IN_LOW_PRECISION = 2**-5
 ALLOWED_FROM_FLOAT32 = 2
 EVALUATED = case("evaluated", "gpt2-4-heads-dropout", ADAMW, tp=2)
 SCRIPT = case("Trainer", "a count", pp=2)
+GRAPH = case("CUDA graph", "two layers")
 Run = Callable[[Case, ProcessPool, ProcessPool], tuple[bool, str]]
 
 
@@ -153,10 +153,7 @@ def train(world: World, of: Case, *, on_device: bool) -> list[dict]:
     """What the runtime gives for ``of`` on this rank."""
     models.DEVICE = "cuda" if on_device or of.low_precision else "cpu"  # a CPU finds the GPU's programs stored
     with device_of(world, on_device=on_device) as device:
-        trained = run_rank(world, of.model, of.make(), of.optimizer, device=device)
-    if on_device and (folder := os.environ.get("SIMULATED_CUDA_OPERATORS")):
-        import_module("simulated_cuda").write_operators(f"{folder}/{os.getpid()}.txt")
-    return trained
+        return run_rank(world, of.model, of.make(), of.optimizer, device=device)
 
 
 def evaluated(world: World, of: Case, folder: Path, *, on_device: bool) -> dict[str, np.ndarray]:
@@ -213,6 +210,15 @@ def difference(ours: list[dict], theirs: list[dict]) -> float:
                 pairs += [(one[kind][name], other[kind][name]) for name in one[kind]]
             largest = max(largest, *(relative_difference(x, y) for x, y in pairs))
     return largest
+
+
+def largest_difference(ours: list[dict[str, np.ndarray]], theirs: list[dict[str, np.ndarray]]) -> float:
+    """The same of all arrays in dictionaries."""
+    return max(
+        relative_difference(mine[name], values[name])
+        for mine, values in zip(ours, theirs, strict=True)
+        for name in mine.keys() | values.keys()
+    )
 
 
 def relative_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
@@ -278,12 +284,20 @@ def run_evaluated(of: Case, devices: ProcessPool, cpus: ProcessPool) -> tuple[bo
     with TemporaryDirectory() as folder:
         ours = devices.run(of.ranks, partial(evaluated, on_device=True), of, Path(folder))
         theirs = cpus.run(of.ranks, partial(evaluated, on_device=False), of, Path(folder))
-    found = max(
-        relative_difference(mine[name], values[name])
-        for mine, values in zip(ours, theirs, strict=True)
-        for name in mine.keys() | values.keys()
-    )
+    found = largest_difference(ours, theirs)
     return found < ALLOWED, f"an evaluation between two iterations {in_words(found)}"
+
+
+def run_graph(of: Case, devices: ProcessPool, cpus: ProcessPool) -> tuple[bool, str]:
+    """As ``run``, of replays of a CUDA graph; what cannot be captured must be refused."""
+    [error] = devices.run(1, graphs.refused)
+    [ours] = devices.run(1, graphs.replayed)
+    [theirs] = cpus.run(1, graphs.eager)
+    if graphs.REFUSED not in error:
+        return False, f"a graph with a read of the host: {error or 'no error'}"
+    found = largest_difference(ours, theirs)
+    compared = f"differ by {found:.1e} from" if found else "equal in bits to"
+    return found < ALLOWED, f"{graphs.REPLAYS} replays {compared} a CPU"
 
 
 def run_script(of: Case, devices: ProcessPool, cpus: ProcessPool) -> tuple[bool, str]:
@@ -361,7 +375,7 @@ def found_in_engine(fault: str, cpus: ProcessPool) -> bool:
 def main(names: tuple[str, ...], ranks: int, plant: bool) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    runs = [*((each, run) for each in CASES), (EVALUATED, run_evaluated), (SCRIPT, run_script)]
+    runs = [*((each, run) for each in CASES), (EVALUATED, run_evaluated), (SCRIPT, run_script), (GRAPH, run_graph)]
     chosen = [(of, how) for of, how in runs if of.ranks <= ranks and (not names or of.name in names)]
     # This process runs no backward and captures nothing, so that what is forked from it can use CUDA.
     with ProcessPool(ranks, begin=begin_on_device) as devices, ProcessPool(ranks, begin=begin_on_cpu) as cpus:
