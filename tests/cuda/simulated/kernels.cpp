@@ -1,5 +1,4 @@
 // The computing mode: CPU kernels compute what torch's operators do on a CUDA device, in the order of the stream.
-//
 // Device memory is memory of the host, so a CPU tensor can have the bytes of a CUDA tensor. The operators that hook.py
 // chooses get a kernel for CUDA, which allocates its results on the device, in the shapes that the kernel for meta
 // tensors gives, and queues the CPU kernel on the current stream. Like a kernel of CUDA it does not keep its tensors
@@ -88,6 +87,7 @@ struct Call {
   c10::OperatorHandle op;
   Stack arguments, results;  // no results of an operator that writes to arguments
   at::Generator generator;
+  bool bias_learns;
   IValue operator[](const char* name) const {
     auto position = op.schema().argumentIndexWithName(name);
     return position ? arguments[*position] : IValue();
@@ -110,7 +110,7 @@ void dropout_backward(const Call& call) {
   call.results[0].toTensor().copy_(gradient * mask.mul_(call["scale"].toDouble()));
 }
 
-// Fused attention: as the CPU's fused kernel where that computes it, otherwise by its formula.
+// Fused attention, as on the CPU: by its fused kernel, or by the formula in float32 where that kernel cannot.
 struct Attention {
   const Call& call;
   Tensor query = call.tensor("query"), key = call.tensor("key"), value = call.tensor("value");
@@ -121,7 +121,8 @@ struct Attention {
   std::optional<double> scale = call["scale"].toOptional<double>();
   Tensor formula(const std::optional<at::Generator>& generator) const {
     double root = std::sqrt(scale.value_or(1 / std::sqrt((double)query.size(-1))));
-    Tensor weights = at::matmul(query * root, key.transpose(-2, -1) * root);
+    auto type = query.scalar_type(), wide = at::promote_types(type, at::kFloat);
+    Tensor weights = at::matmul(query.to(wide) * root, key.to(wide).transpose(-2, -1) * root);
     if (causal) {
       Tensor allowed = at::ones({query.size(-2), key.size(-2)}, at::kBool).tril();
       weights = weights.masked_fill(allowed.logical_not(), -std::numeric_limits<double>::infinity());
@@ -129,7 +130,7 @@ struct Attention {
     if (bias.defined()) weights = weights + bias;
     weights = at::_safe_softmax(weights, -1);
     if (p > 0) weights = weights * at::empty_like(weights).bernoulli_(1 - p, generator).div_(1 - p);
-    return at::matmul(weights, value);
+    return at::matmul(weights, value.to(wide)).to(type);
   }
 };
 
@@ -137,12 +138,10 @@ struct Attention {
 void attend(const Call& call) {
   Attention its{call};
   Tensor output = call.results[0].toTensor(), sums = call.results[1].toTensor();
-  if (its.p > 0) {
-    auto seed = at::scalar_tensor((int64_t)call.generator.current_seed(), at::kLong);
-    call.results[call.results.size() == 4 ? 2 : 6].toTensor().copy_(seed);
-    output.copy_(its.formula(call.generator));
-    return;
-  }
+  if (its.p > 0)
+    call.results[call.results.size() == 4 ? 2 : 6].toTensor().copy_(
+        at::scalar_tensor((int64_t)call.generator.current_seed(), at::kLong));
+  if (its.p > 0 || call.bias_learns) return (void)output.copy_(its.formula(call.generator));
   auto [found, logarithms] = at::_scaled_dot_product_flash_attention_for_cpu(its.query, its.key, its.value, 0,
                                                                              its.causal, its.mask, its.scale);
   output.copy_(found);
@@ -251,7 +250,9 @@ void on_stream(const c10::OperatorHandle& op, Stack* stack) {
   for (size_t position = 0; position < outs.size(); ++position) results[position] = arguments[outs[position]];
   auto made = [&](const Tensor& each) { return each.defined() && each.is_meta() ? like(each, *device) : each; };
   results = mapped(results, made, *device);
-  Call call{op, mapped(arguments, on_host, at::kCPU), {}, generator};
+  auto bias = schema.argumentIndexWithName("attn_bias");
+  bool learns = bias && arguments[*bias].isTensor() && arguments[*bias].toTensor().requires_grad();
+  Call call{op, mapped(arguments, on_host, at::kCPU), {}, generator, learns};
   if (outs.empty()) call.results = mapped(results, on_host, at::kCPU);
   queue(name, [call, own] {
     if (own) return own(call);
@@ -276,7 +277,6 @@ Tensor& copy_(c10::DispatchKeySet, Tensor& self, const Tensor& source, bool non_
   return self;
 }
 }  // namespace
-
 // Replace torch's kernel of the operator `name` for CUDA in this process; copy_ has one of its own.
 extern "C" void simulated_kernel(const char* name) {
   struct Silent : c10::WarningHandler {

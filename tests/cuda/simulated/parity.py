@@ -3,7 +3,7 @@
 Each plan runs on ranks with a simulated GPU each, and again on CPUs: losses, norms, gradients, parameters and buffers
 of every iteration must agree to 1e-5, and a line says whether they are equal in bits. They are compared with plain
 PyTorch, too: on a CPU in float32, and in low precision on a simulated GPU, whose rules of autocast are others: the CPU
-runtime then has the program that was captured for the GPU.
+runtime then has the program that was captured for the GPU. CPU ranks add as the simulated NCCL does (ordered_sums.py).
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,9 +39,10 @@ from auto3d.schedule import samples_at_once
 from tests import models
 from tests.cuda import trainer
 from tests.cuda.simulated import faults, graphs
+from tests.cuda.simulated.ordered_sums import order_sums
 from tests.distributed import test_uneven
 from tests.distributed.parity import ADAMW, SGD, assert_parity, make_plan, parameters_after, plain_pytorch, run_rank
-from tests.distributed.parity_report import error_of_ranks
+from tests.distributed.parity_report import error_of_ranks, gradient_error
 from tests.processes import ProcessPool
 
 
@@ -68,7 +69,7 @@ class Case:
     @property
     def allowed(self) -> float:
         """The largest difference from the CPU runtime, relative to the largest element of each tensor."""
-        return ALLOWED_IN_LOW_PRECISION if self.low_precision else ALLOWED
+        return ALLOWED_IN_LOW_PRECISION if self.low_precision and self.model.startswith("t5") else ALLOWED
 
 
 def case(name: str, model: str, optimizer: OptimizerSettings = SGD, **axes: Any) -> Case:
@@ -104,9 +105,13 @@ CASES = (
 )
 
 ALLOWED = 1e-5  # difference from the CPU runtime, relative to the largest element of each tensor
-# The same in bfloat16, 8 roundings of 2^-8: from the CPU runtime, since a weight that differs in its last bit may round
-# to another copy in the next iteration; and from plain PyTorch where sums over tensor-parallel ranks round.
+# In bfloat16, 8 roundings of 2^-8. It is for plain PyTorch where sums over tensor-parallel ranks round, and for the CPU
+# runtime of T5: a GPU rounds the gradient of attention's bias for each sample before it adds, a CPU their sum, and a
+# weight that differs in its last bit may round to another copy in the next iteration.
 ALLOWED_IN_LOW_PRECISION = 2**-5
+# The error of tensor-parallel gradients in low precision from plain PyTorch in float32, in times of that of plain
+# PyTorch in low precision: a product that is split rounds its parts and their sum, where the whole product rounds once.
+ALLOWED_FROM_FLOAT32 = 2
 EVALUATED = case("evaluated", "gpt2-4-heads-dropout", ADAMW, tp=2)
 SCRIPT = case("Trainer", "a count", pp=2)
 GRAPH = case("CUDA graph", "two layers")
@@ -127,6 +132,7 @@ def begin_on_device(rank: int, *, fault: str = "") -> None:
 
 def begin_on_cpu(rank: int) -> None:
     models.DEVICE = "cpu"
+    order_sums()
 
 
 @contextmanager
@@ -230,20 +236,38 @@ def against_cpu(of: Case, ours: list[dict], cpus: ProcessPool) -> tuple[float, s
     return found, f"{in_words(found)}; losses {losses}"
 
 
-def against_plain(of: Case, ours: list[dict], devices: ProcessPool, cpus: ProcessPool) -> str:
-    """How ``ours`` differs from plain PyTorch; empty if it does not."""
+def against_plain(
+    of: Case, ours: list[dict], devices: ProcessPool, cpus: ProcessPool, figures: dict[str, float] | None = None
+) -> str:
+    """How ``ours`` differs from plain PyTorch; empty if it does not. Adds the largest errors to ``figures``."""
+    figures = {} if figures is None else figures
+    after = parameters_after(ours) if of.low_precision else []
     if of.low_precision:
-        [expected] = devices.run(1, reference, of, torch.device("cuda", 0), parameters_after(ours))
+        [expected] = devices.run(1, reference, of, torch.device("cuda", 0), after)
     else:
-        [expected] = cpus.run(1, reference, of, torch.device("cpu"), [])
+        [expected] = cpus.run(1, reference, of, torch.device("cpu"), after)
+    if not dict(of.axes).get("shard_optimizer"):  # with it, a rank has the sums of its slice only
+        figures["plain"] = error_of_ranks(ours, expected)
     if of.low_precision and dict(of.axes).get("tp", 1) > 1:
-        error = error_of_ranks(ours, expected)
-        return "" if error < ALLOWED_IN_LOW_PRECISION else f"gradients differ from plain PyTorch by {error:.1e}"
+        wide = replace(of, model=of.model.partition("@")[0])
+        [exact] = cpus.run(1, reference, wide, torch.device("cpu"), after)
+        figures["float32"] = error_of_ranks(ours, exact)
+        figures["plain from float32"] = gradient_error([gradients_of(expected)], gradients_of(exact))
+        if figures["plain"] >= ALLOWED_IN_LOW_PRECISION:
+            return f"gradients differ from plain PyTorch by {figures['plain']:.1e}"
+        mine, of_plain = figures["float32"], figures["plain from float32"]
+        if mine > ALLOWED_FROM_FLOAT32 * of_plain:
+            return f"gradients differ from float32 by {mine:.1e}, those of plain PyTorch by {of_plain:.1e}"
+        return ""
     try:
         assert_parity(ours, expected, tensors=of.optimizer is SGD)
     except AssertionError as wrong:
         return f"differs from plain PyTorch: {wrong}"
     return ""
+
+
+def gradients_of(history: list[dict]) -> list[dict[str, np.ndarray]]:
+    return [step["gradients"] for step in history]
 
 
 def run(of: Case, devices: ProcessPool, cpus: ProcessPool) -> tuple[bool, str]:

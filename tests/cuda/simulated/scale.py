@@ -6,13 +6,14 @@ processor time of its main thread, which other processes of the machine do not a
 """
 
 import ctypes
+import json
 import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TextIO
 
 import tests.cuda.simulated.memory as empty  # isort: skip  # it says for which device models are captured
 import click
@@ -27,6 +28,7 @@ from auto3d.runtime.process.world import World, join
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.schedule import schedule_of
+from tests.cuda.simulated.page import made_here
 from tests.distributed.parity import ADAMW, make_plan
 from tests.models import TRAINED, WIDE_TOKENS, captured, gpt2
 from tests.processes import ProcessPool
@@ -120,9 +122,11 @@ def measure(_: World, pipelines: int, kind: str, rank: int) -> Taken:
 
 
 @click.command()
-def main() -> None:
+@click.option("--record", type=click.File("w"), help="Write the table to this file (page.py reads it).")
+def main(record: TextIO | None) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    made = made_here() if record else {}
     rows, right = [], True
     for kind in KINDS:
         counts = []
@@ -141,6 +145,8 @@ def main() -> None:
         *("schedule", "ranks", "rank", "groups", "communicators", "threads"),
         *("host MiB", "device MiB", "set-up ms", "iteration ms"),
     )
+    if record is not None:
+        json.dump({"columns": columns, "rows": rows, "right": right} | made, record)
     print("\n" + tabulate(rows, columns, disable_numparse=True, colalign=("left", *["right"] * 9)))
     print(f"{'right' if right else 'WRONG'}: counts and device memory of a rank are those of a plan of fewer pipelines")
     raise SystemExit(not right)
