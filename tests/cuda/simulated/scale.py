@@ -6,6 +6,7 @@ processor time of its main thread, which other processes of the machine do not a
 """
 
 import ctypes
+import gc
 import json
 import os
 import time
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import transformers
 from tabulate import tabulate
 
+from auto3d.garbage import collect_as_usual
 from auto3d.process_memory import status_bytes
 from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.process.world import World, join
@@ -81,10 +83,13 @@ class Taken:
     memory: int  # bytes of this process on the host, once it has trained; a process forked from its parent has 0.6 GiB
     allocated: int  # peak bytes on the device
     iteration_s: float
+    collection_s: float  # of a full collection of garbage, which looks at what the rank has made
+    collection_of_all_s: float  # of one that looks at what its process has imported, too
 
 
 def measure(_: World, pipelines: int, kind: str, rank: int) -> Taken:
     """What rank ``rank`` of a plan takes."""
+    collect_as_usual()  # as ranks begin
     plan = make_plan(MODEL, dp=pipelines, tp=TP, pp=PP, micro_batches=2 * PP, **KINDS[kind])
     world = World(rank=rank, size=plan.ranks, local_rank=rank % RANKS_PER_NODE, meeting_point="")
     device = torch.device("cuda", world.local_rank)
@@ -110,6 +115,12 @@ def measure(_: World, pipelines: int, kind: str, rank: int) -> Taken:
         list(built.executor.run(program, number * program.iterations))
         times.append((time.thread_time() - begun) / program.iterations)
     torch.cuda.synchronize()
+    collections = []
+    for prepare in (gc.collect, gc.unfreeze):
+        prepare()
+        begun = time.thread_time()
+        gc.collect()
+        collections.append(time.thread_time() - begun)
     return Taken(
         setup_s=setup_s,
         groups=len(dist.distributed_c10d._world.pg_map),
@@ -118,6 +129,8 @@ def measure(_: World, pipelines: int, kind: str, rank: int) -> Taken:
         memory=status_bytes("RssAnon"),
         allocated=torch.cuda.max_memory_allocated(device),
         iteration_s=min(times[2:]),
+        collection_s=collections[0],
+        collection_of_all_s=collections[1],
     )
 
 
@@ -137,17 +150,18 @@ def main(record: TextIO | None) -> None:
                     [found] = pool.run(1, measure, pipelines, kind, rank)
                 counts.append((found.groups, found.communicators, found.threads, found.allocated // empty.MIB))
                 sizes = (f"{size / empty.MIB:.1f}" for size in (found.memory, found.allocated))
-                times = (f"{seconds * 1e3:.0f}" for seconds in (found.setup_s, found.iteration_s))
+                seconds = (found.setup_s, found.iteration_s, found.collection_s, found.collection_of_all_s)
+                times = (f"{each * 1e3:.0f}" for each in seconds)
                 rows.append((kind, ranks, rank, found.groups, found.communicators, found.threads, *sizes, *times))
                 print(".", end="", flush=True)
         right &= counts[-3:] == counts[-6:-3]
     columns = (
         *("schedule", "ranks", "rank", "groups", "communicators", "threads"),
-        *("host MiB", "device MiB", "set-up ms", "iteration ms"),
+        *("host MiB", "device MiB", "set-up ms", "iteration ms", "collection ms", "of all ms"),
     )
     if record is not None:
         json.dump({"columns": columns, "rows": rows, "right": right} | made, record)
-    print("\n" + tabulate(rows, columns, disable_numparse=True, colalign=("left", *["right"] * 9)))
+    print("\n" + tabulate(rows, columns, disable_numparse=True, colalign=("left", *["right"] * 11)))
     print(f"{'right' if right else 'WRONG'}: counts and device memory of a rank are those of a plan of fewer pipelines")
     raise SystemExit(not right)
 
