@@ -76,7 +76,7 @@ INSTEAD = {  # command -> a smaller one of the same kind
     ),
     "auto3d profile tiny": "auto3d profile tiny cluster.devices_per_node=1",
     "auto3d profile RECIPE": "auto3d profile tiny cluster.devices_per_node=1",
-    "auto3d doctor tiny": DOCTOR,  # which checks the same, too
+    "auto3d doctor tiny": DOCTOR,  # --devices adds checks to those without it
     "auto3d doctor tiny --devices --report doctor.md": DOCTOR,
     "auto3d plan gpt20b --all": "auto3d plan tiny --all",
     "auto3d plan gpt20b search.simulations=2000": "auto3d plan tiny search.simulations=5",

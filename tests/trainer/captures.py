@@ -37,7 +37,7 @@ from auto3d.trainer.own_loss import with_loss
 
 OURS = "tests.trainer."
 LIBRARIES = ("torch.", "transformers.", OURS)
-FORWARD = with_loss(nn.Identity, None, constants={"a constant": 0})().forward.__code__  # that of all such modules
+FORWARD = with_loss(nn.Identity, None, constants={"a constant": 0})().forward.__code__  # all such modules have it
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _HERE: dict[str, CapturedModel] = {}  # captures of this process
 
@@ -151,7 +151,8 @@ def traits_of(model: nn.Module) -> list[Any]:
         traits.append((name, tie, of_library(type(module)), of_library(type(module).forward), plain(own)))
         for kind in type(module).__mro__:
             for method in vars(kind).values() if kind.__module__.startswith(OURS) else ():
-                if isinstance(method, FunctionType) and method.__name__ != "__init__":  # that builds what is read here
+                # __init__ makes what is read here
+                if isinstance(method, FunctionType) and method.__name__ != "__init__":
                     check_reads(method)
     return traits
 

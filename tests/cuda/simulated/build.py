@@ -92,7 +92,7 @@ _PROPERTIES = """
 .sharedMemPerMultiprocessor = 167936, .regsPerMultiprocessor = 65536, .sharedMemPerBlockOptin = 166912,
 .maxBlocksPerMultiProcessor = 32
 """
-_ATTRIBUTES = {  # of cudaDevAttr -> the same as a property
+_ATTRIBUTES = {  # name in cudaDevAttr -> the property with the same value
     "MultiProcessorCount": "multiProcessorCount",
     "MaxSharedMemoryPerBlockOptin": "sharedMemPerBlockOptin",
     "MaxGridDimX": "maxGridSize[0]",

@@ -165,9 +165,10 @@ def main(words: tuple[str, ...]) -> None:
         f"{'right' if right else 'WRONG'}: peaks of {len(rows)} ranks of {len(cells)} plans; {allowed}; workspaces "
         "must be those of the estimate"
     )
-    right &= own > 0 and changed == 0
-    print(f"a CUDA graph keeps {own / MIB:.0f} MiB for itself, and its replays allocate {changed} bytes")
-    sys.exit(not right)
+    keeps = own > 0 and changed == 0
+    verdict = "right" if keeps else "WRONG"
+    print(f"{verdict}: a CUDA graph keeps {own / MIB:.0f} MiB for itself, and its replays allocate {changed} bytes")
+    sys.exit(not (right and keeps))
 
 
 if __name__ == "__main__":

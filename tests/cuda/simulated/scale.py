@@ -83,13 +83,13 @@ class Taken:
     memory: int  # bytes of this process on the host, once it has trained; a process forked from its parent has 0.6 GiB
     allocated: int  # peak bytes on the device
     iteration_s: float
-    collection_s: float  # of a full collection of garbage, which looks at what the rank has made
-    collection_of_all_s: float  # of one that looks at what its process has imported, too
+    collection_s: float  # a full collection of garbage looks at what the rank has made
+    collection_of_all_s: float  # a collection that also looks at what the process has imported
 
 
 def measure(_: World, pipelines: int, kind: str, rank: int) -> Taken:
     """What rank ``rank`` of a plan takes."""
-    collect_as_usual()  # as ranks begin
+    collect_as_usual()  # every rank begins so
     plan = make_plan(MODEL, dp=pipelines, tp=TP, pp=PP, micro_batches=2 * PP, **KINDS[kind])
     world = World(rank=rank, size=plan.ranks, local_rank=rank % RANKS_PER_NODE, meeting_point="")
     device = torch.device("cuda", world.local_rank)
@@ -115,12 +115,9 @@ def measure(_: World, pipelines: int, kind: str, rank: int) -> Taken:
         list(built.executor.run(program, number * program.iterations))
         times.append((time.thread_time() - begun) / program.iterations)
     torch.cuda.synchronize()
-    collections = []
-    for prepare in (gc.collect, gc.unfreeze):
-        prepare()
-        begun = time.thread_time()
-        gc.collect()
-        collections.append(time.thread_time() - begun)
+    gc.collect()
+    collection_s = full_collection_s()
+    gc.unfreeze()
     return Taken(
         setup_s=setup_s,
         groups=len(dist.distributed_c10d._world.pg_map),
@@ -129,9 +126,16 @@ def measure(_: World, pipelines: int, kind: str, rank: int) -> Taken:
         memory=status_bytes("RssAnon"),
         allocated=torch.cuda.max_memory_allocated(device),
         iteration_s=min(times[2:]),
-        collection_s=collections[0],
-        collection_of_all_s=collections[1],
+        collection_s=collection_s,
+        collection_of_all_s=full_collection_s(),
     )
+
+
+def full_collection_s() -> float:
+    """Seconds of processor time that Python takes to look for garbage among all objects that are not frozen."""
+    begun = time.thread_time()
+    gc.collect()
+    return time.thread_time() - begun
 
 
 @click.command()

@@ -91,7 +91,7 @@ def test_resume_of_a_tune_starts_what_failed_in_it_and_not_in_a_sweep(folder, au
 def forked(monkeypatch):
     """What runs in the background is forked from the process that has torch, too."""
     for module, name in ((_posixsubprocess, "fork_exec"), (subprocess, "_fork_exec")):
-        monkeypatch.setattr(module, name, getattr(module, name))
+        monkeypatch.setattr(module, name, getattr(module, name))  # monkeypatch restores what ``divert`` replaces
     divert(lambda: preloaded(PROGRAMS), lambda words: words[:2] == ["-m", "launch.main"])
 
 
